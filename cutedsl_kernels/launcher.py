@@ -48,7 +48,7 @@ class Launcher(Protocol):
         """
 
     def clusters(self, device: torch.device) -> Clusters:
-        """How many clusters the device runs at a time, for plans and launches. Cheap after the first call."""
+        """The number of clusters that the device runs at a time, for plans and launches. Cheap after the first call."""
 
     def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
         """Run a checked call on the current stream of its tensors' device, with a grid of ``clusters`` clusters."""

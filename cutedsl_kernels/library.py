@@ -41,7 +41,7 @@ def kernel_sources(folder: Path) -> list[Path]:
 
 
 def fingerprint() -> dict[str, object]:
-    """What a kernel's code depends on apart from its key: sources, interface, limits and CuTeDSL version."""
+    """Everything but its key that a kernel's code depends on: sources, interface, limits and CuTeDSL version."""
     digest = hashlib.sha256()
     for file in kernel_sources(SOURCES):
         digest.update(file.relative_to(SOURCES).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")

@@ -22,7 +22,7 @@ THREADS = 256
 
 @functools.cache
 def active_clusters(index: int) -> Clusters:
-    """How many clusters CUDA device ``index`` runs at a time; asked once, when a plan first needs it.
+    """The number of clusters that CUDA device ``index`` runs at a time; asked once, when a plan first needs it.
 
     Raises:
         LaunchError: the driver refused a query.

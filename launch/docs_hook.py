@@ -77,6 +77,6 @@ def version() -> str:
 
 
 def repository() -> str | None:
-    """Where the sources are published; ``None`` while pyproject.toml names no address."""
+    """The address where the sources are published; ``None`` while pyproject.toml names none."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         return tomllib.load(file)["project"]["urls"].get("Source")

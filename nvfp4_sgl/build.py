@@ -39,7 +39,7 @@ EXTRA_TOKENS = 4
 
 @dataclass(frozen=True)
 class Serving:
-    """What a server's kernels depend on, apart from the checkpoint.
+    """Everything but the checkpoint that a server's kernels depend on.
 
     Attributes:
         ranks: ``--tp-size``. context: ``--context-length``. requests: ``--max-running-requests``.

@@ -1,4 +1,4 @@
-"""How this package ends a process of SGLang: one message, one exit code.
+"""Ends a process of SGLang for this package: one message, one exit code.
 
 Only the standard library is imported at module level: it must work where the rest of the package is broken.
 """

@@ -37,7 +37,7 @@ class YarnConfig:
 
 @dataclass(frozen=True)
 class RopeSaid:
-    """What the other fields of config.json say of RoPE.
+    """RoPE's parameters as the other fields of config.json say them.
 
     Attributes:
         theta, compress_theta: ``rope_theta`` and ``compress_rope_theta``. share: of a head that is turned.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Arguments(NamedTuple):
-    """What a compiled kernel takes, in the order of ``Entry.__call__`` (entry.py), without the stream.
+    """Arguments of a compiled kernel, in the order of ``Entry.__call__`` (entry.py), without the stream.
 
     Addresses of what a kernel does not have are 0. Strides are in elements, those of block scales in bytes.
     """

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Clusters(NamedTuple):
-    """How many clusters of each size run at a time, with one multiprocessor (SM) a CTA.
+    """The number of clusters of each size that run at a time, with one multiprocessor (SM) a CTA.
 
     SM100's kernels take an SM a CTA, so this depends on the GPU and the size alone. A persistent kernel with more
     clusters takes twice as long: the rest begin when the others have ended. An H200 runs 39 clusters of three and 30 of

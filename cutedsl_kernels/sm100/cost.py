@@ -352,7 +352,7 @@ class SharedTiles:
         return self.whole + self.longest / self.stages
 
     def _owned(self, units: int) -> int:
-        """How many of a CTA's units of the sums it adds up, at most; stream_k.py says what a unit is."""
+        """The largest number of a CTA's units whose sums it adds up; stream_k.py says what a unit is."""
         return math.ceil(units / self.sharers)
 
     def read_bytes(self, shape: KernelShape) -> int:

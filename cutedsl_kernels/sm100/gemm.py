@@ -494,7 +494,7 @@ class BlockScaledGemm(Gemm):
 
     @cute.jit
     def _fetch(self, schedule, epilogue, total, tile, peer):
-        """Where an epilogue warp's tile is, and its factors under way; beyond the last tile anything that exists."""
+        """The place of an epilogue warp's tile, and its factors under way; beyond the last tile any that exists."""
         known = cutlass.select_(tile < total, tile, Int32(0))
         feature_tile, token_tile, weight_group, token_group, inside = schedule.locate(known)
         if cutlass.const_expr(self.shape.pair):
@@ -555,7 +555,7 @@ class BlockScaledGemm(Gemm):
             phase = phase ^ 1
 
     def _chunk_of(self, turn: Any, buffer: Any) -> Any:
-        """Which chunk is worked on in turn: the columns shared with the other accumulator buffer come first."""
+        """The chunk to work on: the columns shared with the other accumulator buffer come first."""
         if not self.shape.overlap:
             return turn
         return cutlass.select_(buffer == 0, Int32(self.shape.chunks - 1 - turn), Int32(turn))

@@ -77,7 +77,7 @@ def max_split(token_tile: int) -> int:
 
 @dataclass(frozen=True)
 class KernelShape(GemmShape):
-    """What is fixed when a kernel is compiled: the fields of :class:`GemmShape`, and how weights are stored.
+    """Everything that is fixed when a kernel is compiled: fields of :class:`GemmShape`, and the storage of weights.
 
     Attributes:
         weights: how they are stored. FP8 ones are for dense kernels alone.

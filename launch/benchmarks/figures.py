@@ -61,7 +61,7 @@ class Figure:
 
     @property
     def conditions(self) -> tuple[object, ...]:
-        """What tells this figure from those of other cases; a figure of equal conditions is of another run."""
+        """The fields that tell this figure from other cases; a figure of equal conditions is of another run."""
         return tuple(value for name, value in asdict(self).items() if name not in OF_A_RUN)
 
 

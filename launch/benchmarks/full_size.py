@@ -161,7 +161,7 @@ def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, A
 
 
 def plugin(info: dict[str, Any], engine: str) -> dict[str, Any]:
-    """What ``/server_info`` holds of this project's plugin; RuntimeError if it is not there, or should not be."""
+    """This project's plugin in ``/server_info``; RuntimeError if it is not there, or should not be."""
     found: dict[str, Any] = next((state["nvfp4_sgl"] for state in info["internal_states"] if "nvfp4_sgl" in state), {})
     if bool(found) != (engine == "ours"):
         raise RuntimeError(f"{engine}: /server_info says of the plugin {found or 'nothing'}")

@@ -41,10 +41,10 @@ LIMIT = 2.0**-7
 MARLIN_LIMIT = 0.02
 """Marlin rounds gates, ups and its SwiGLU's parts to bf16, and adds the parts of split sums in bf16."""
 NOTE = (
-    "Experts: µs of the two GEMMs, each alone, the first with tokens already sorted by expert where it does not gather"
-    " them; `mixture` has both, copies of tokens to their experts' rows where they are needed, the weighted sum (not"
-    " the sort itself, which ours does with the router)."
-    " Marlin's time is of its whole mixture: alignment (the sort), gate and up, SwiGLU, down, sum; the shared expert is"
+    "Experts: µs of the two GEMMs, each alone. Where the first gathers no tokens, they are sorted by expert before it."
+    " `mixture` has both, copies of tokens to their experts' rows where they are needed, and the weighted sum. The sort"
+    " is not in it, since ours sorts with the router."
+    " Marlin's time is of its whole mixture: the sort, gate and up, SwiGLU, down, sum. The shared expert is"
     " one more of its experts, always chosen. Weights are those of visited experts, rates those of the two GEMMs."
 )
 HEADER = (

@@ -1,8 +1,8 @@
 """Judges the GEMMs that :mod:`.hopper` has timed by their goals, row by row.
 
-Beside Marlin: 1.3 times as fast up to 64 tokens where the weights are 8 MB or more, elsewhere no slower. Of a copy's
-bandwidth: 60 % up to 16 tokens from 16 MB of weights, 80 % from 64 MB. Of the rate of bf16 GEMMs: 60 % from 4096 tokens
-a matrix, of experts from 256 rows each.
+Beside Marlin: 1.3 times as fast up to 64 tokens where the weights are 8 MB or more, elsewhere no slower.
+Of a copy's bandwidth up to 16 tokens: 60 % from 16 MB of weights. From 64 MB: 80 %.
+Of the rate of bf16 GEMMs: 60 % from 4096 tokens a matrix, of experts from 256 rows each.
 """
 
 from __future__ import annotations

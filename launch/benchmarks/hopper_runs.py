@@ -1,4 +1,4 @@
-"""What the benchmarks of Hopper's GEMMs share: timing over rotated weights, kernels compiled ahead, parts that fail
+"""Parts that benchmarks of Hopper's GEMMs share: timing over rotated weights, kernels compiled ahead, those that fail
 alone."""
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def flags(name: str, arguments: argparse.Namespace) -> list[str]:
 
 
 def described(url: str) -> dict[str, Any]:
-    """What ``/server_info`` says of the plugin, its pools and its forecast of memory, and of lengths and chunks."""
+    """The plugin, its pools, its forecast of memory, lengths and chunks, as ``/server_info`` says them."""
     with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
         info = json.load(answer)
     ours: dict[str, Any] = next((state["nvfp4_sgl"] for state in info["internal_states"] if "nvfp4_sgl" in state), {})

@@ -131,7 +131,7 @@ def beside(one: Figure) -> list[str]:
 
 
 def shared(figures: Sequence[Figure], folder: Path) -> Iterator[str]:
-    """What all rows have in common, in words."""
+    """The fields that all rows have in common, in words."""
     for name, title in TITLES.items():
         values = {shown(one, name, folder) for one in figures} - ({""} if name == "peer" else set())
         if len(values) == 1 and (value := values.pop()):

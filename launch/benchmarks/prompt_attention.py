@@ -80,7 +80,7 @@ def pool(count: int, page_size: int, device: str) -> Entries:
 
 
 def launches(prompts: Prompts, heads: int, device: str) -> tuple[Callable[[Tiling], None], Tensor]:
-    """What launches attention in a tiling, and where it writes."""
+    """A function that launches attention in a tiling, and the tensor that it writes."""
     count = prompts.requests * prompts.tokens
     q = torch.randn(count, heads, 512, device=device).bfloat16()
     out = torch.empty_like(q)

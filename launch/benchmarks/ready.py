@@ -1,4 +1,4 @@
-"""How long whole Flash, with dummy weights, takes from loaded weights to ready: with no compiled kernels, and with all.
+"""Times of whole Flash, with dummy weights, from loaded weights to ready: with no compiled kernels, and with all.
 
 Run as ``python -m benchmarks.ready empty|filled`` with ``launch`` on PYTHONPATH, ``empty`` first: ``filled`` finds its
 kernels. The folder of kernels is this package's and Triton's; what SGLang compiles for itself is compiled before the
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def started(arguments: argparse.Namespace, kernels: Path) -> dict[str, Any]:
-    """What :func:`.full_size.measure` finds of a server that is asked for nothing."""
+    """The findings of :func:`.full_size.measure` for a server that is asked for nothing."""
     own = argparse.Namespace(**vars(arguments), port=0, concurrency=[], long=False, trace=[], prompt=0, tokens=0)
     own.folder = arguments.output / arguments.cache
     with environment(XDG_CACHE_HOME=str(kernels), TRITON_CACHE_DIR=str(kernels / "triton")):

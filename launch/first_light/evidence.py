@@ -1,4 +1,4 @@
-"""What somebody needs who has no such GPU: versions, the driver's word on the hardware, logs, the failing code."""
+"""Files for somebody who has no such GPU: versions, the driver's word on the hardware, logs, the failing code."""
 
 from __future__ import annotations
 

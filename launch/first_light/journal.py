@@ -1,4 +1,4 @@
-"""What a step's process has begun, launched, ended and found wrong: a file of JSON lines that survives the process."""
+"""Lines of JSON that survive a step's process: what it has begun, launched, ended and found wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESSAGE_LINES = 6
 
 
 def code_folder(step: Path, kernel: str) -> Path:
-    """Where a step keeps the code of a kernel."""
+    """The folder where a step keeps the code of a kernel."""
     return step / "code" / re.sub(r"\W+", "_", kernel)
 
 

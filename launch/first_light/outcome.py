@@ -26,7 +26,7 @@ TAIL_LINES = 25
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended.
+    """The end of a step.
 
     Attributes:
         verdict: "passed", "departs" (a wrong result), "failed" (another exit code), "crashed" (a signal) or
@@ -48,11 +48,11 @@ class Outcome:
 
     @property
     def item(self) -> str:
-        """What it ended at."""
+        """The item that it ended at."""
         return self.account.departure.get("item") or self.account.open
 
     def lines(self) -> list[str]:
-        """What there is to say of it, for a person."""
+        """Lines that tell a person of it."""
         if self.passed:
             return [f"{self.step.name}: passed, {self.account.ended} items in {self.seconds:.0f} s"]
         told = {"at": self.item or "nothing in particular: see the log", "kernel": self.account.kernel}
@@ -123,7 +123,7 @@ def run_step(step: Step, folder: Path, more: tuple[str, ...] = ()) -> Outcome:
 
 
 def _copy(process: subprocess.Popen[bytes], log: object) -> None:
-    """What the process says, to the terminal and to the log at once."""
+    """Copies what the process says to the terminal and to the log at once."""
     assert process.stdout is not None
     for line in process.stdout:
         log.write(line)  # type: ignore[attr-defined]

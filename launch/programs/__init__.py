@@ -1,1 +1,1 @@
-"""What the scripts of launch run, and what runs it: run.py, and options.py for --help."""
+"""Programs that the scripts of launch run, and what runs them: run.py, and options.py for --help."""

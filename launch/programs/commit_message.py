@@ -22,7 +22,7 @@ VERBS = {
 
 
 def faults(message: str) -> Iterator[str]:
-    """What is wrong with a commit's message, each with what was expected and found; ``#`` begins git's own lines."""
+    """Faults of a commit's message, each with what was expected and found; ``#`` begins git's own lines."""
     lines = [line for line in message.partition("\n# ------------------------ >8")[0].splitlines() if line[:1] != "#"]
     subject = lines[0].rstrip() if lines else ""
     if MADE_BY_GIT.match(subject):

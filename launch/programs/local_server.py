@@ -95,7 +95,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, star
 
 
 def stages(log: Path) -> list[str]:
-    """What the log says of the start's stages, a line each."""
+    """The start's stages as the log says them, a line each."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return [line.partition(STAGE)[2] for line in lines if STAGE in line]
 

@@ -50,7 +50,7 @@ def text_of(node: ast.expr, default: str, names: Names) -> str:
 
 
 def literal(node: ast.expr) -> Any:
-    """What a keyword's value says by itself; ``None`` if only the running program knows."""
+    """A keyword's value as its literal says it; ``None`` if only the running program knows."""
     if ast.unparse(node) == "argparse.REMAINDER":
         return argparse.REMAINDER
     try:

@@ -85,7 +85,7 @@ class Request:
         return ended or len(answer["output_ids"]) == sampling["max_new_tokens"]
 
     def __str__(self) -> str:
-        """What tells it from others, in a line."""
+        """A line that tells it from others."""
         if self.data is not None:
             return f"{self.kind} {self.path} {self.data[:80]!r}"
         given_up = f" given up after {self.seconds:.2f} s" if self.seconds else ""
@@ -180,7 +180,7 @@ class Client:
         return answer["output_ids"], [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]]
 
     def used(self) -> dict[str, int]:
-        """What is in use of each pool, once nothing changes any more or :data:`SETTLE_SECONDS` have passed."""
+        """The use of each pool, once nothing changes any more or :data:`SETTLE_SECONDS` have passed."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
             pools = self.get("/server_info")["internal_states"][0]["nvfp4_sgl"]["pools"]

@@ -1,4 +1,4 @@
-"""What a checkpoint of the small model is worth: through our CPU reference decoder, the one that is served."""
+"""Measures a checkpoint of the small model through our CPU reference decoder, the one that is served."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one checkpoint reaches on some documents.
+    """Results of one checkpoint on some documents.
 
     Attributes:
         loss: cross entropy of the answers, nats. accuracy: share of answers that are the likeliest token.

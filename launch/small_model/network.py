@@ -150,7 +150,7 @@ class SmallModel(nn.Module):
         return [layer for layer in [*self.decoder.model.layers, self.mtp.block] if not layer.mlp.is_hash]
 
     def set_topk(self, topk: int) -> None:
-        """How many entries CSA layers attend to from now on."""
+        """Sets the number of entries that CSA layers attend to from now on."""
         for layer in self.csa_layers():
             layer.self_attn.compressor.indexer.index_topk = topk
 

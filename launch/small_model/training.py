@@ -135,7 +135,7 @@ def index_loss(scores: Tensor, attended: Tensor) -> Tensor:
 
 @dataclass
 class Progress:
-    """What a step did, for the log."""
+    """The record of a step, for the log."""
 
     step: int
     tokens: int

@@ -62,7 +62,7 @@ def fp32_scales(part: Tensor) -> tuple[Tensor | None, str]:
 
 
 def _misplaced(part: Tensor, largest: float) -> Tensor | None:
-    """Where magnitudes are beyond ``largest`` or NaN, or too many of a row tiny; ``None`` if a look at two says no.
+    """A mask of magnitudes beyond ``largest`` or NaN, or of a row with too many tiny ones; ``None`` if there are none.
 
     Magnitudes are compared as integers, by the bits without the sign: their order is the same, and NaN comes last.
     """

@@ -39,7 +39,7 @@ class Output:
 
 
 class _OneTensor:
-    """What a step that writes one tensor has in common."""
+    """Base of a step that writes one tensor."""
 
     output: Output
 

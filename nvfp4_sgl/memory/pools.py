@@ -69,7 +69,7 @@ def bytes_per_token(
 
 
 def draft_bytes_per_token(token: Mapping[str, float], layers: int) -> float:
-    """What SGLang takes beside ``token``, as of :func:`bytes_per_token` of ``layers``, for a draft: a layer's share."""
+    """Bytes that SGLang takes for a draft: a layer's share of ``token``, which is :func:`bytes_per_token`'s."""
     return sum(token.values()) / layers
 
 

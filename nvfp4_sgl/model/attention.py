@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
     @property
     def takes(self) -> Form:
-        """What the layer reads of its input."""
+        """The form in which the layer reads its input."""
         return self.project_x.takes
 
     def forward(self, x: Activation, step: object, cache: LayerCache) -> Tensor:

@@ -63,7 +63,7 @@ RoutesOut = TypeVar("RoutesOut", covariant=True)
 
 
 class Form(enum.Flag):
-    """What the consumers of an activation read."""
+    """The form of an activation that its consumers read."""
 
     VALUES = enum.auto()
     """Values in the model dtype."""
@@ -93,7 +93,7 @@ class Activation:
 
 
 class PassKind(enum.Enum):
-    """How many tokens the requests of a pass add, and what these see."""
+    """The number of tokens that each request of a pass adds, and what these see."""
 
     EXTEND = enum.auto()
     """Any number each, which the scheduler tells."""
@@ -219,7 +219,7 @@ class Unmultiplied:
 
 @dataclass(frozen=True)
 class Columns:
-    """What the first GEMMs of an attention layer give, each [T, ...], the last dimension contiguous.
+    """Results of an attention layer's first GEMMs, each [T, ...], the last dimension contiguous.
 
     Attributes:
         q_lora: [T, q_lora_rank]. kv: [T, head_dim].
@@ -312,14 +312,14 @@ class MtpInput(Protocol):
 
 
 class DsparkInput(Protocol):
-    """What DSpark's stages read of the target (specification §7)."""
+    """The target's states that DSpark's stages read (specification §7)."""
 
     def __call__(self, captured: Sequence[Tensor], takes: Form) -> Activation:
         """[T, d], normalised, in the form ``takes``; from the target's streams [T, n, d] behind its captured layers."""
 
 
 class Router(Protocol[StepIn, RoutesOut]):
-    """Which experts each token visits, and with what weights (specification §6.1)."""
+    """Chooses the experts of each token and their weights (specification §6.1)."""
 
     def __call__(self, x: Tensor, token_ids: Tensor, step: StepIn) -> RoutesOut:
         """x [T, d] in the model dtype; ids int [T], by which the first layers route."""
@@ -391,7 +391,7 @@ class SiteNames:
 
 @dataclass(frozen=True)
 class Context:
-    """What every module of the decoder is built from.
+    """The shared arguments that every module of the decoder is built from.
 
     Attributes:
         source: where tensors are read from; building a module reads its tensors.
@@ -416,7 +416,7 @@ class Context:
     policy: Policy = field(default_factory=Policy)
 
     def tokens(self, count: int) -> Tokens:
-        """How this rank keeps the tokens of a pass of ``count``."""
+        """This rank's share of the tokens of a pass of ``count``."""
         return tokens_of(self.parallel, count, self.policy.tokens(Choice.DIVISION, count))
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:

@@ -23,7 +23,7 @@ class MoE(nn.Module):
 
     @property
     def takes(self) -> Form:
-        """What the sublayer reads of its input; the router reads values."""
+        """The form in which the sublayer reads its input; the router reads values."""
         return self.experts.takes | Form.VALUES
 
     def forward(self, x: Activation, token_ids: Tensor, step: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""What may depend on how many tokens a pass has: one policy in the Context, which every place of choice asks.
+"""Choices by the number of tokens of a pass: one policy in the Context, which every place of choice asks.
 
 Kernels, tiles and splits are chosen for speed by the number of tokens. They set the order of sums, so a token's bits
 depend on how many others there are. A policy that answers with one number for all passes makes choices that do not.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Choice(enum.Enum):
-    """What is chosen by the number of tokens, besides the GEMMs, which have :attr:`Policy.pin`."""
+    """A choice by the number of tokens, besides that of GEMMs, which have :attr:`Policy.pin`."""
 
     ATTENTION = "tiling of attention, and how many programs share a query's keys"
     SITE = "tiling of hyper-connections, and how many programs share a token's columns"

@@ -99,7 +99,7 @@ def pairs(
 
 
 def _children(value: object) -> dict[str, Any]:
-    """What a value consists of, by name."""
+    """The parts of a value, by name."""
     if isinstance(value, nn.Module):
         own = {key: child for key, child in vars(value).items() if key not in BOOKKEEPING}
         return {**value._parameters, **value._buffers, **value._modules, **own}

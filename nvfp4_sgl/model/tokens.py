@@ -110,7 +110,7 @@ def _with_room(rows: Tensor, count: int) -> Tensor:
 
 
 def tokens_of(parallel: TensorParallel, count: int, planned: int | None = None) -> Tokens:
-    """How a rank keeps the tokens of a pass of ``count``: alike on every rank.
+    """A rank's share of the tokens of a pass of ``count``, by one rule on every rank.
 
     Tokens are divided if there are :attr:`SequenceParallel.least_tokens`, which ``planned`` says unless ``None``, and
     all ranks get some.

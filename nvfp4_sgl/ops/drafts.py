@@ -22,7 +22,7 @@ def mtp_streams(from_token: Tensor, from_streams: Tensor) -> Tensor:
 
 
 def stream_means(captured: Sequence[Tensor]) -> Tensor:
-    """What DSpark reads of the target: the mean stream behind each of some layers, one layer after the other.
+    """The target's states that DSpark reads: the mean stream behind each of some layers, one layer after the other.
 
     Args:
         captured: [T, n, d] each, the streams behind a layer.

@@ -1,4 +1,4 @@
-"""What may enter GEMMs with quantised weights. Imports no torch, so that command lines are read at once."""
+"""Modes of the activations of quantised GEMMs. Imports no torch, so that command lines are read at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class ActivationMode(enum.Enum):
-    """What enters a GEMM with a quantised weight."""
+    """The type of the activation that enters a GEMM with a quantised weight."""
 
     W4A16 = "w4a16"
     """Activations as they are (bf16 or fp32)."""

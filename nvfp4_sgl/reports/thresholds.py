@@ -22,7 +22,7 @@ quantisers that cut off a block's maximum to serve its other values."""
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What is accepted where values may differ: :data:`MAX_RMS`, :data:`MAX_BLOCK`.
+    """Bounds of accepted errors where values may differ: :data:`MAX_RMS`, :data:`MAX_BLOCK`.
 
     lossy: they may differ everywhere, also where the storage holds the source's values without loss.
     """

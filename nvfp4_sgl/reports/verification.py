@@ -139,7 +139,7 @@ class Verification:
         )
 
     def _checksums(self, differing: list[str] | None) -> str:
-        """What the manifest of a conversion has told."""
+        """The line on the manifest of a conversion."""
         if differing is None:
             return f"checksums: none to hold the tensors against, since there is no {checksums.FILE}"
         matching = f"not all tensors match {checksums.FILE}" if differing else f"all tensors match {checksums.FILE}"

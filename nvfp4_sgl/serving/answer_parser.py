@@ -36,7 +36,7 @@ class WholeCharacters:
         return bool(self._processor.finished)
 
     def push(self, chunk: Any) -> list[Any]:
-        """What the tokens of ``chunk``, or the end that it says, add to the answer."""
+        """Adds the tokens of ``chunk``, or the end that it says, to the answer and returns the pieces."""
         if chunk.kind != "tokens":
             return [*self._flush(), *self._processor.push(chunk)]
         chunks = []

@@ -24,7 +24,7 @@ def longest(stops: Sequence[str]) -> int:
 
 
 def sendable(text: str, stops: Sequence[str]) -> int:
-    """How many characters of ``text`` stay as they are and outside of every stop string, whatever follows.
+    """The number of characters of ``text`` that stay as they are and outside of every stop string, whatever follows.
 
     An incomplete last character does not stay, nor does what a stop string may begin with.
     """
@@ -33,7 +33,7 @@ def sendable(text: str, stops: Sequence[str]) -> int:
 
 
 def _beginning(text: str, stop: str) -> int:
-    """Where the longest end of ``text`` begins that ``stop`` begins with but does not end with."""
+    """The start of the longest end of ``text`` that ``stop`` begins with but does not end with."""
     start = max(0, len(text) - len(stop) + 1)
     while (start := text.find(stop[0], start)) >= 0 and not stop.startswith(text[start:]):
         start += 1
@@ -41,13 +41,13 @@ def _beginning(text: str, stop: str) -> int:
 
 
 def first_complete(text: str, stops: Sequence[str]) -> str | None:
-    """Which of ``stops`` is complete first in ``text``, the longest of them if several are; ``None`` if none is."""
+    """The first of ``stops`` to be complete in ``text``, the longest of them if several are; ``None`` if none is."""
     found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop and stop in text]
     return min(found)[2] if found else None
 
 
 def split(ids: list[int], end: int, decode: Decode) -> tuple[int, str]:
-    """How many of ``ids`` lie in the first ``end`` characters of their text, and what of these is left over."""
+    """The number of ``ids`` that lie in the first ``end`` characters of their text, and what of these is left over."""
     text = decode(ids)
     if end == len(text):
         return len(ids), ""

@@ -213,7 +213,7 @@ def parse_overrides(text: str | None, load_format: str | None = None) -> dict[st
 
 
 def served(path: str | Path, load_format: str | None, overrides: Mapping[str, Any]) -> Verified:
-    """What is served from ``path``: its checkpoint, converted if ``overrides`` say so, or random weights by them."""
+    """The model served from ``path``: its checkpoint, converted if ``overrides`` say so, or random weights by them."""
     classes = overrides.get(CONVERT_AT_LOAD)
     if load_format != DUMMY:
         return verify(path) if classes is None else converted_at_load(verify(path), Options(classes_of(classes)))
@@ -232,7 +232,7 @@ def serves_ours() -> bool:
 
 
 def verified_at_start() -> Verified:
-    """What is served, as its files were when the server started; in the launcher's process, which is the front end's.
+    """The files served, as they were when the server started; in the launcher's process, which is the front end's.
 
     Raises:
         UnsupportedError: another process resolved the arguments.
@@ -243,7 +243,7 @@ def verified_at_start() -> Verified:
 
 
 def resolved_overrides() -> dict[str, Any]:
-    """What ``--json-model-override-args`` says, in any process of the server."""
+    """The object of ``--json-model-override-args``, in any process of the server."""
     return parse_overrides(settings.resolved("json_model_override_args"), settings.resolved("load_format"))
 
 

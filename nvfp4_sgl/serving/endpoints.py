@@ -219,7 +219,7 @@ def is_deeper(text: bytes | str, bound: int) -> bool:
 
 
 def level_sizes(text: bytes, most: int) -> list[int]:
-    """How many objects and arrays of a JSON text are on each level, of which ``most + 1`` are looked at.
+    """The number of objects and arrays on each level of a JSON text, of which ``most + 1`` are looked at.
 
     Empty for what is no JSON, or deeper than any parser goes: whoever parses it next refuses it.
     """

@@ -242,7 +242,7 @@ def close_all_but(files: Collection[int]) -> None:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the sender shuts the connection down."""
+    """Bytes that come until the sender shuts the connection down."""
     parts = []
     while part := connection.recv(PIECE):
         parts.append(part)

@@ -74,12 +74,12 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     @property
     def context(self) -> Context:
-        """What the decoder was built from."""
+        """The context that the decoder was built from."""
         assert self.decoder is not None, "load_weights has not run"
         return self.decoder.context
 
     def get_embed_and_head(self) -> tuple[nn.Module, nn.Module]:
-        """What a draft shares: the modules themselves, which :class:`~.drafts.model.MtpForCausalLM` takes."""
+        """The modules that a draft shares, which :class:`~.drafts.model.MtpForCausalLM` takes."""
         return self.embed, self.head
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -185,7 +185,7 @@ def planned_backend() -> Any:
 def rank_context(
     reader: CheckpointReader, config: ModelConfig, choice: Choice, like: Tensor, uniform_experts: bool
 ) -> Context:
-    """What this rank's modules are built from, on the device and in the dtype of ``like``."""
+    """The context of this rank's modules, on the device and in the dtype of ``like``."""
     ranks = SequenceParallel(reduce_scatter, parallel.tp_all_gather)
     share = TensorParallel(parallel.tp_rank(), parallel.tp_size(), all_reduce, ranks)
     return Context(reader, config, choice.boundaries, like.device, like.dtype, choice.mode, share, uniform_experts)

@@ -136,7 +136,7 @@ def request_fault(request: Any) -> str | None:
 
 
 def prompt_count(request: Any) -> int | None:
-    """How many prompts a request that is not yet expanded has; ``None`` if it is a single one, in no array."""
+    """The number of prompts of a request that is not yet expanded; ``None`` if it is a single one, in no array."""
     prompts = request.text if request.text is not None else request.input_ids
     return len(prompts) if isinstance(prompts, list) and (not prompts or not isinstance(prompts[0], int)) else None
 

@@ -20,7 +20,7 @@ LONG_BODY_BYTES = 2**18
 """Bodies above this go to :data:`LONG`; tokenising as many bytes takes 0.2 s."""
 
 LONG_WORKERS = max(1, min(4, (os.cpu_count() or 1) // 4))
-"""Few threads: a text of 31 MB was reported to take 34 s and 7.5 GB, and short texts need a core, too."""
+"""Few threads, since a text of 31 MB takes 34 s and gigabytes of memory, and short texts need a core, too."""
 
 SHORT = ThreadPoolExecutor(4, "short-text")
 LONG = ThreadPoolExecutor(LONG_WORKERS, "long-text")
@@ -89,7 +89,7 @@ async def in_worker(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def run_to_end(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the coroutine ``function(*arguments)`` returns, which waits for nothing and so needs no event loop."""
+    """The result of the coroutine ``function(*arguments)``, which waits for nothing and so needs no event loop."""
     coroutine = function(*arguments)
     try:
         coroutine.send(None)

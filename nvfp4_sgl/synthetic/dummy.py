@@ -90,7 +90,7 @@ class DummyReader(CheckpointReader):
         return out
 
     def _drawn(self, entry: Entry) -> Draw:
-        """How a tensor is made: by its dtype, which tells apart what is stored."""
+        """The function that draws a tensor: by its dtype, which tells apart what is stored."""
         name, key = entry.name, key_of(entry.name, self._seed)
         width = entry.shape[1] if len(entry.shape) == 2 else 1
         if entry.dtype in ("U8", "I8", "F8_E4M3", "F8_E8M0"):

@@ -34,13 +34,13 @@ class RandomWeights(Verified):
     is_dummy: ClassVar[bool] = True
 
     def reader(self, device: torch.device | str = "cpu", say: Callable[[str], None] | None = None) -> CheckpointReader:
-        """What draws the tensors on ``device``; ``say`` is as of the base."""
+        """A reader that draws the tensors on ``device``; ``say`` is as of the base."""
         from nvfp4_sgl.synthetic.dummy import DummyReader
 
         return DummyReader(self.inventory, device, say=say)
 
     def describe(self) -> str:
-        """Where the weights come from, in words."""
+        """The weights' origin, in words."""
         return f"RANDOM ({self.summary.format}, --load-format dummy): this is no model, its answers mean nothing"
 
 

@@ -162,7 +162,7 @@ def _original_tensors(
 
 
 def storage(spec: TensorSpec, format: TinyFormat) -> Storage:
-    """What a matrix of a tiny checkpoint is stored as."""
+    """The storage of a matrix of a tiny checkpoint."""
     is_expert, is_draft = spec.role is Role.EXPERT_LINEAR, spec.name.startswith(MTP_PREFIX)
     if format is TinyFormat.BF16 or (format is TinyFormat.NVFP4_FULL and is_draft):
         return Storage.PLAIN

@@ -141,7 +141,7 @@ _EXPERT_TARGETS = {
 
 
 def bundled_draft(raw: Mapping[str, Any], format: TinyFormat) -> TinyDraft:
-    """What a tiny checkpoint with the config ``raw`` bundles under ``mtp.``."""
+    """The draft that a tiny checkpoint with the config ``raw`` bundles under ``mtp.``."""
     if format is TinyFormat.COMPRESSED_TENSORS or not raw["num_nextn_predict_layers"]:
         return TinyDraft.NONE  # that format's exporter loads models through transformers, which drops drafts
     return TinyDraft.DSPARK if "dspark_block_size" in raw else TinyDraft.MTP

@@ -1,4 +1,4 @@
-"""Which directories a tiny checkpoint may be written to."""
+"""Directories that a tiny checkpoint may be written to."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def mode_of(target: str, name: str | None) -> ActivationMode:
 
 
 def choose(target: str, mode: ActivationMode | None = None) -> Choice:
-    """What runs on ``target``, a word of ``--target``, in ``mode``, the target's default unless given.
+    """Everything that runs on ``target``, a word of ``--target``, in ``mode``, the target's default unless given.
 
     Raises:
         UnsupportedError: there is no such target, or it has no such mode.

@@ -1,4 +1,4 @@
-"""How each target runs each storage: the table that docs/formats.md prints.
+"""Storages by target: the table of how each is run, which docs/formats.md prints.
 
 What counts is how a matrix arrives from its decoder (:mod:`nvfp4_sgl.checkpoint.decoders`).
 """
@@ -11,7 +11,7 @@ from nvfp4_sgl.targets.target import descriptor, words
 
 
 def how(target: str, storage: Storage) -> str | None:
-    """What ``target`` multiplies with where a matrix is in ``storage``; ``None`` if it does not run it."""
+    """The operands of ``target`` for a matrix in ``storage``; ``None`` if it does not run it."""
     return descriptor(target).runs[Arrival.of(storage)]
 
 

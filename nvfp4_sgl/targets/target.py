@@ -94,7 +94,7 @@ class Descriptor:
         return int(_imported(self.gemm_bytes_in)(gemm, storage))
 
     def operands_of(self, storage: Storage) -> Operands:
-        """What a GEMM multiplies all of whose matrices are in ``storage``, one that the target runs."""
+        """The operands of a GEMM all of whose matrices are in ``storage``, one that the target runs."""
         return self.operands.get(Arrival.of(storage), "bf16")
 
     def gemms(
@@ -237,7 +237,7 @@ def words() -> tuple[str, ...]:
 
 
 def modes(word: str) -> tuple[ActivationMode, ...]:
-    """What may enter GEMMs with quantised weights on the targets of that word; the first is the default."""
+    """Modes of the targets of that word for GEMMs with quantised weights; the first is the default."""
     return tuple(mode for each in targets() if each.word == word for mode in each.modes)
 
 

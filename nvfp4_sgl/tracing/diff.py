@@ -61,7 +61,7 @@ class OtherTokens(ConfigError):
 
 
 def tokens_of(first: Record, second: Record) -> list[PassTokens]:
-    """What two runs were fed and chose, up to the first pass that was fed different tokens."""
+    """Tokens that two runs were fed and chose, up to the first pass that was fed different ones."""
     found = []
     for number, (a, b) in enumerate(zip(first.passes, second.passes, strict=False)):
         if not _same_tokens(a, b):

@@ -21,7 +21,7 @@ AGAIN = "the file is damaged; record the run again"
 
 @dataclass(frozen=True)
 class Op:
-    """What a boundary gave: its shape, how many values are NaN or infinite, and rms, sketch and digest of a sample."""
+    """A boundary's output: shape, number of NaN and infinite values, and rms, sketch and digest of a sample."""
 
     name: str
     shape: list[int]
@@ -190,7 +190,7 @@ class _Line:
 
 
 def _shown_text(text: bytes) -> str:
-    """What a line says, cut where it gets long."""
+    """A line's text, cut where it gets long."""
     return shown(text.decode(errors="replace"))
 
 

@@ -110,13 +110,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shorter(first: Record, second: Record) -> str | None:
-    """What is said where one record has fewer passes than the other."""
+    """A line where one record has fewer passes than the other."""
     a, b = len(first.passes), len(second.passes)
     return None if a == b else f"A has {a} passes, B {b}: only the first {min(a, b)} were compared"
 
 
 def ranks_line(first: Record, second: Record, without: tuple[str, ...]) -> str:
-    """What was not compared, and why."""
+    """A line that says what was not compared, and why."""
     a, b = (f"rank {each.rank} of {each.ranks}" for each in (first, second))
     return f"left out: {', '.join(without)}: each rank has its own part there, and A is of {a}, B of {b}"
 
@@ -209,7 +209,7 @@ def as_json(each: Difference) -> dict[str, Any]:
 
 
 def token_lines(passes: list[PassTokens], op: Difference | None, token: PassTokens | None) -> list[str]:
-    """What each pass was fed and chose, up to the first in which something departs."""
+    """Lines on the tokens of each pass, fed and chosen, up to the first in which something departs."""
     last = min([each.number for each in (op, token) if each is not None], default=len(passes))
     lines = []
     for each in passes[: last + 1]:
@@ -223,7 +223,7 @@ def token_lines(passes: list[PassTokens], op: Difference | None, token: PassToke
 
 
 def report(found: list[Difference], first: Difference | None, bound: float) -> str:
-    """What departs, what other bits begin with, and where errors grow most from one op to the next."""
+    """A report of what departs, what other bits begin with, and where errors grow most from one op to the next."""
     passes = found[-1].number + 1
     lines = [f"{len(found)} ops in {passes} passes, {sum(each.equal for each in found)} equal bit for bit"]
     other = next((each for each in found if not each.equal), None)

@@ -1,4 +1,4 @@
-"""What passes between boundaries, as plain values: targets hold the same thing in containers of their own."""
+"""Values that pass between boundaries, made plain: targets hold the same thing in containers of their own."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class GemmSpec:
 
 @dataclass(frozen=True)
 class MergeRule:
-    """How a target makes GEMMs of matrices that read the same activation.
+    """A target's rule for merging matrices that read the same activation into GEMMs.
 
     Attributes:
         by_kind: one GEMM for each kind of operands. Otherwise one for all: of their kind if that is one, else of bf16;
@@ -103,7 +103,7 @@ class MergeRule:
         return list(members.items())
 
     def experts(self, routed: Iterable[Operands], shared: Iterable[Operands]) -> tuple[Operands, Operands]:
-        """What the GEMMs of a layer's routed experts and of its shared one multiply.
+        """The operands of the GEMMs of a layer's routed experts and of its shared one.
 
         A target that merges by kind takes routed experts in NVFP4 alone, and a shared one whose matrices are of a kind.
         """

@@ -1,4 +1,4 @@
-"""Which matrices of a layer read the same activation, and which part of each a rank holds. The one list of both;
+"""Matrices of a layer that read the same activation, and the part of each that a rank holds. The one list of both;
 :mod:`.gemms` has their sizes.
 
 Matrices that read the same activation are merged; each keeps its own global scale. Heads, o-groups and experts are

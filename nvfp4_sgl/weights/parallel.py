@@ -24,7 +24,7 @@ fewer tokens the host, which launches one more collective, would delay them."""
 
 
 class Collective(enum.Enum):
-    """Where ranks' partial results are summed."""
+    """A place where ranks' partial results are summed."""
 
     ATTENTION_OUTPUT = "attention output"
     EXPERT_OUTPUT = "expert output"
@@ -51,7 +51,7 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """What a rank holds of the experts of a layer.
+    """A rank's share of the experts of a layer.
 
     Attributes:
         routed: the routed experts, in the order of its groups.
@@ -65,7 +65,7 @@ class ExpertShare:
 
 @dataclass(frozen=True)
 class Ownership:
-    """What one of ``size`` ranks holds: an equal part of heads, o-groups and the experts' intermediate dimension.
+    """The share of one of ``size`` ranks: an equal part of heads, o-groups and the experts' intermediate dimension.
 
     Everything that all heads read (wq_a, wkv, compressors, indexer, router) is replicated, and so is the cache. A
     subclass may hold something else, such as whole experts: sublayers' outputs are sums over ranks either way.
@@ -105,7 +105,7 @@ class Ownership:
 
 @dataclass(frozen=True)
 class TensorParallel(Ownership):
-    """What this process holds, and how results are exchanged.
+    """This process's share of the model, and how results are exchanged.
 
     Attributes:
         all_reduce: sums a rank's partial result over the ranks, at the named place.

@@ -1,4 +1,4 @@
-"""Where weights are read from, and names of the parts that are read."""
+"""Sources of weights, and names of the parts that are read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Shard:
 
 
 class WeightSource(Protocol):
-    """What the model asks of :class:`nvfp4_sgl.checkpoint.reader.CheckpointReader`; its docstrings apply."""
+    """The reader that a model asks, :class:`nvfp4_sgl.checkpoint.reader.CheckpointReader`, whose docstrings apply."""
 
     def storage(self, stem: str) -> Storage: ...
 

@@ -68,6 +68,7 @@ HOUSE_WORDS = {
 }
 """Patterns of words that only this project used so, or that tell its history, in any case but where one has
 ``(?-i:…)``; and what to write instead."""
+ANY_HOUSE_WORD = re.compile("|".join(HOUSE_WORDS), re.IGNORECASE)
 ABBREVIATIONS = ("e.g.", "i.e.", "vs.", "etc.", "approx.", "cf.", "ca.", "incl.", "resp.", "Fig.", "Sec.", "Eq.")
 """A sentence goes on after these."""
 CODE = "CODE"
@@ -164,6 +165,8 @@ def split(block: list[tuple[int, str]]) -> Iterator[Sentence]:
 
 def house_words(text: str) -> Iterator[str]:
     """Faults of ``text``: each house word, and what to write instead."""
+    if not ANY_HOUSE_WORD.search(text):
+        return
     for pattern, instead in HOUSE_WORDS.items():
         for match in re.finditer(pattern, text, re.IGNORECASE):
             yield f"house word {match[0]!r}: write {instead}"

@@ -1,8 +1,9 @@
-"""Words of Python sources: docstrings and texts of errors, and which rules of :mod:`.prose` they break."""
+"""Words of Python sources: docstrings, comments and messages, and which rules of :mod:`.prose` they break."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,10 +11,17 @@ from dataclasses import dataclass
 from tests.support import prose
 
 LITERAL = re.compile(r"``[^`]+``|:\w+:`[^`]+`")
-GEMM_PRODUCT = re.compile(r"\b(?:plain|dense|grouped|merged|matrix|NVFP4|experts'|layer's|model's) products?\b")
+GEMM_PRODUCT = re.compile(
+    r"\b(?:plain|dense|grouped|merged|matrix|NVFP4|experts'|layer's|model's) products?\b", re.IGNORECASE
+)
 """In code a product may be one of numbers, which its rounding is told of."""
-SAYS_NOTHING = re.compile(r"(?:It|There|Here|Because|If|When|Since|Also|And|But|So|Then)\b")
-"""How a first line begins that does not say what the thing is or does."""
+SAYS_NOTHING = re.compile(
+    r"(?:It|There|Here|Because|If|When|Since|Also|And|But|So|Then|How|What|Where|Which|Who|Whose|That which)\b"
+)
+"""Beginnings of a first line that does not say what the thing is or does: it begins with a noun or a verb."""
+LITERAL_BLOCK = re.compile(r"(?:\n    .*)+")
+COMMENT = re.compile(r"#.*(?:\n[ \t]*#.*)*")
+CONVERSION = re.compile(r"%[-+ #0-9.]*[a-zA-Z]")
 END = re.compile(r"[.:?!)]$|::$")
 
 
@@ -25,21 +33,34 @@ class Fault:
     rule: str
 
 
-def faults(source: str) -> Iterator[Fault]:
-    """Every fault of a module's docstrings and of the errors that it raises."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                line = node.body[0].lineno
-                yield from (Fault(line, rule) for rule in docstring_faults(text))
-        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            for argument in node.exc.args:
-                yield from (Fault(node.lineno, rule) for rule in error_faults(literal(argument)))
+def faults(source: str, tree: ast.Module | None = None) -> Iterator[Fault]:
+    """Every fault of a module's docstrings, comments and other strings, such as errors and lines of the log."""
+    for kind, line, text in texts(tree or ast.parse(source)):
+        yield from (Fault(line, rule) for rule in RULES[kind](text))
+    for match in COMMENT.finditer(source):
+        text = " ".join(match[0].replace("#", " ").split())
+        yield from (Fault(source[: match.start()].count("\n") + 1, rule) for rule in house_words(text))
+
+
+def texts(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
+    """(kind, line, text) of every string, strings that are joined being one."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        first = body[0] if isinstance(body := getattr(node, "body", None), list) and body else None
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                if isinstance(child.value.value, str):
+                    yield "docstring" if child is first else "documentation", child.lineno, child.value.value
+            elif isinstance(child, ast.expr) and (text := literal(child)):
+                yield "message", child.lineno, text
+            elif not isinstance(child, ast.Name | ast.expr_context | ast.operator):
+                pending.append(child)
 
 
 def docstring_faults(text: str) -> Iterator[str]:
-    """A first line that does not say what the thing is or does, or is too long; house words anywhere."""
+    """A first line that does not say what the thing is or does, or is too long; faults of the body."""
+    text = inspect.cleandoc(text)
     plain = LITERAL.sub(prose.CODE, text)
     first = " ".join(plain.partition("\n\n")[0].split())
     if SAYS_NOTHING.match(first):
@@ -47,7 +68,17 @@ def docstring_faults(text: str) -> Iterator[str]:
     if not END.search(first):
         yield "first line: expected a full stop at the end of its paragraph"
     yield from (f"first line: {fault}" for fault in long_sentences(next(prose.split([(1, first)])).text))
+    yield from body_faults(text)
+
+
+def body_faults(text: str) -> Iterator[str]:
+    """House words, and more figures in a sentence than a table would have in a row; literal blocks are left out."""
+    plain = LITERAL.sub(prose.CODE, text)
     yield from house_words(plain)
+    for block in LITERAL_BLOCK.sub("", plain).split("\n\n"):
+        for sentence in prose.split([(1, block)]):
+            if sentence.figures > prose.MOST_FIGURES:
+                yield f"at most {prose.MOST_FIGURES} figures a sentence, found {sentence.figures}: {sentence.text[:60]}"
 
 
 def house_words(text: str) -> Iterator[str]:
@@ -57,10 +88,15 @@ def house_words(text: str) -> Iterator[str]:
     )
 
 
-def error_faults(text: str) -> Iterator[str]:
-    """A sentence of an error's text that is too long, and house words."""
-    yield from (f"error: {fault}" for fault in long_sentences(text))
-    yield from (f"error: {fault}" for fault in house_words(text))
+def message_faults(text: str) -> Iterator[str]:
+    """A sentence of a message that is too long, and house words; rows of a table are no sentences."""
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            yield from (f"message: {fault}" for fault in long_sentences(prose.INLINE.sub(prose.CODE, line)))
+    yield from (f"message: {fault}" for fault in house_words(text))
+
+
+RULES = {"docstring": docstring_faults, "documentation": body_faults, "message": message_faults}
 
 
 def long_sentences(text: str) -> Iterator[str]:
@@ -70,7 +106,14 @@ def long_sentences(text: str) -> Iterator[str]:
 
 
 def literal(node: ast.expr) -> str:
-    """The text of a string, a word standing for each value that is filled in; empty for other expressions."""
+    """The text of strings that are joined, a word standing for each value filled in; empty for other expressions."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
         return "".join(str(part.value) if isinstance(part, ast.Constant) else prose.CODE for part in node.values)
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        return CONVERSION.sub(prose.CODE, literal(node.left))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        parts = [literal(part) for part in (node.left, node.right)]
+        return "".join(part or prose.CODE for part in parts) if any(parts) else ""
+    return ""

@@ -1,4 +1,4 @@
-"""How bench_kernels calls other people's kernels: imported when they first run, so that what one of them lacks is
+"""Other people's kernels for bench_kernels: imported when they first run, so that what one of them lacks is
 its own failure and no case's. Names of those that nvcc compiles at their first call say so."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What peers of the GEMMs have in common: those that are missing, fail or compute something else are left out."""
+"""Attempts at peers of the GEMMs: those that are missing, fail or compute something else are left out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Attempts:
         self._said: set[str] = set()
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """What ``work`` returns; None, and the reason in print, if it fails."""
+        """The result of ``work``; None, and the reason in print, if it fails."""
         if not self.usable:
             return None
         try:

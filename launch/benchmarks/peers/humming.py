@@ -106,7 +106,7 @@ def compile_size(features: int, k: int, counts: Sequence[int]) -> None:
 
 
 def configured(features: int, k: int) -> Any:
-    """What humming calls a layer: a matrix [F, K] in NVFP4, bf16 activations and results."""
+    """A layer in humming's words: a matrix [F, K] in NVFP4, bf16 activations and results."""
     return _CONFIGURE(features, k, _SCHEMA(**NVFP4), torch_dtype=torch.bfloat16)
 
 

@@ -85,7 +85,7 @@ class Marlin(Attempts):
 
 
 def _builders(dense: bool, experts: bool) -> list[Callable[[], object]]:
-    """What compiles the kernels of bf16 activations, as SGLang's wrappers ask for it."""
+    """Functions that compile the kernels of bf16 activations, as SGLang's wrappers ask for it."""
     modules: list[tuple[str, str, tuple[Any, ...]]] = [
         ("quantization.gptq_marlin_repack", "_jit_gptq_marlin_repack_module", ()),
     ]

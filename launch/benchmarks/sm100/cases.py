@@ -47,7 +47,7 @@ class Case:
 
     @property
     def operands(self) -> Operands:
-        """What is multiplied; GEMMs in bf16 are no cases."""
+        """The operands of the GEMM; GEMMs in bf16 are no cases."""
         operands = self.product.operands
         assert operands == "nvfp4" or operands == "mxfp8", self.product
         return operands
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def token_tile(self) -> int:
-        """What the tokens are quantised for."""
+        """The tile of tokens that activations are quantised for."""
         return expert_token_tile_for(self.pairs, self.product.groups) if self.routed else token_tile_for(self.tokens)
 
     @property
@@ -99,7 +99,7 @@ def cases(models: list[str], ranks: list[int], tokens: list[int], checkpoint: st
 
 
 def released(stem: str) -> LayerOperands:
-    """What a matrix of a released checkpoint multiplies, by its name without suffix."""
+    """The operands of a matrix of a released checkpoint, by its name without suffix."""
     if ".ffn.experts." in stem:
         return "nvfp4"
     return "bf16" if ".compressor." in stem else "mxfp8"

@@ -220,7 +220,7 @@ class Workload:
         return result, slack
 
     def _rounding(self, expected: Tensor) -> Tensor:
-        """What rounding to the output may cost; of NVFP4 half of the step between 4 and 6.
+        """The largest error of rounding to the output; of NVFP4 half of the step between 4 and 6.
 
         A block scale is the largest magnitude over 6, rounded to E4M3.
         """

@@ -49,7 +49,7 @@ class Step:
 
     @property
     def name(self) -> tuple[str, int, int]:
-        """What tells steps apart."""
+        """A name that tells steps apart."""
         return self.model, self.ranks, self.tokens
 
 

@@ -1,4 +1,4 @@
-"""Which guesses of a round are accepted: those that the target would have answered itself.
+"""Accepts guesses of a round: those that the target would have answered itself.
 
 In every row of a verify pass a token is sampled as in a pass without drafts: with the request's temperature, top-k,
 top-p, min-p, bias, grammar and seed, and with the penalties of all tokens in front of the row. A guess is accepted if

@@ -1,4 +1,4 @@
-"""What SGLang does around a round by kernels, for a chain of drafts on the CPU, in torch.
+"""Steps around a round that SGLang does by kernels, for a chain of drafts on the CPU, in torch.
 
 SGLang drafts trees. With top-k 1 a tree is a chain of n rows a request: row 0 is the last token that is decided, row i
 the i-th guess, at positions L, L + 1, ... Arguments are those of the functions that these hooks stand around.

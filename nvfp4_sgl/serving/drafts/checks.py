@@ -1,4 +1,4 @@
-"""Which flags of speculative decoding fit each other, the checkpoint and the target: said before anything is loaded."""
+"""Checks that flags of speculative decoding fit each other, checkpoint and target, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overr
 
 
 def declared(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows from the flags: SGLang wants all of them if it is given one, and one name."""
+    """Settings that follow from the flags: SGLang wants all of them if it is given one, and one name."""
     if given["speculative_algorithm"] is None:
         return {}
     steps = given["speculative_num_steps"] or DEFAULT_STEPS

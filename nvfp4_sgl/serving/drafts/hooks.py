@@ -1,4 +1,4 @@
-"""What is installed into the scheduler of a server with drafts, by name in :data:`.sglang.hooked.HOOKS`."""
+"""Hooks installed into the scheduler of a server with drafts, by name in :data:`.sglang.hooked.HOOKS`."""
 
 from __future__ import annotations
 

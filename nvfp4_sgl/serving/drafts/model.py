@@ -40,7 +40,7 @@ class MtpForCausalLM(nn.Module):
 
     @property
     def context(self) -> Context:
-        """What the block was built from."""
+        """The context that the block was built from."""
         assert self.draft is not None, "load_weights has not run"
         return self.draft.context
 

@@ -136,7 +136,7 @@ def array_of(check: Check, *, least: int = 0, most: int | None = None) -> Check:
 
 
 def either(*checks: Check) -> Check:
-    """What one of ``checks`` takes. The message is that of the check for arrays as deep as the value, if it is one."""
+    """A check that any of ``checks`` satisfies. The message is that of the check for arrays as deep as the value."""
     expected = ", or ".join(check.expected for check in checks)
 
     def fault(where: str, value: Any) -> str | None:
@@ -160,7 +160,7 @@ def depth_of(value: Any) -> int:
 
 
 def per_prompt(check: Check) -> Check:
-    """What ``check`` takes, or an array of one for each prompt; :mod:`nvfp4_sgl.serving.requests` counts them."""
+    """A check of one value, or of one for each prompt; :mod:`nvfp4_sgl.serving.requests` counts them."""
     return either(check, array_of(check, least=1))
 
 

@@ -79,7 +79,7 @@ def efforts(body: Body) -> Iterator[tuple[str, str]]:
 
 
 def agreed(said: Iterator[tuple[str, Any]]) -> Any:
-    """What all fields say, ``None`` if there are none; :class:`Contradiction` if two differ."""
+    """The one value of all fields, ``None`` if there are none; :class:`Contradiction` if two differ."""
     first: tuple[str, Any] | None = None
     for name, value in said:
         if first is not None and value != first[1]:

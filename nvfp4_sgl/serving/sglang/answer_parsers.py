@@ -26,7 +26,7 @@ def replace_processor(parser: Any, token: str, replacement: Callable[..., Any]) 
 
 
 def output_delta(reasoning: str, content: str, calls: Sequence[tuple[int, str, str | None]]) -> Any:
-    """What an output parser of SGLang's answers; ``calls`` are index, arguments and name of pieces."""
+    """A piece as SGLang's output parsers answer it; ``calls`` are index, arguments and name of pieces."""
     piece = find("RecipeToolCallDelta")
     pieces = tuple(piece(*call) for call in calls)
     return find("RecipeOutputDelta")(reasoning=reasoning, content=content, tool_calls=pieces)

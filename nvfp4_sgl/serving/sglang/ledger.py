@@ -21,7 +21,7 @@ from nvfp4_sgl.serving.sglang.private import VERSION
 
 
 def find(name: str) -> Any:
-    """What :data:`.names.NAMES` calls ``name``."""
+    """The object that :data:`.names.NAMES` calls ``name``."""
     return resolve_name(NAMES[name].path)
 
 
@@ -59,7 +59,7 @@ def parameters(function: Any) -> str:
 
 
 def differences() -> list[str]:
-    """Where the installed SGLang differs from the ledger, a line each."""
+    """Differences between the installed SGLang and the ledger, a line each."""
     found = []
     for private in (*NAMES.values(), *MODULES.values(), *HOOKS.values()):
         try:

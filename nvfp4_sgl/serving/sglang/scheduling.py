@@ -62,7 +62,7 @@ def sampling_info(**fields: Any) -> Any:
 
 
 def logits_output(logits: Tensor) -> Any:
-    """What a forward pass gives a sampler: fp32 ``logits`` [B, vocabulary]."""
+    """The output of a forward pass for a sampler: fp32 ``logits`` [B, vocabulary]."""
     return find("LogitsProcessorOutput")(next_token_logits=logits)
 
 

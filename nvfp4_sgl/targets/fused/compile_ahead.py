@@ -73,7 +73,7 @@ class Job:
             yield index, task
 
     def entry_file(self, index: int) -> Path:
-        """Where the name of a GEMM's entry is written."""
+        """The file that holds the name of a GEMM's entry."""
         return self.objects / f"{index}.entry"
 
 
@@ -83,7 +83,7 @@ def cache_root() -> Path:
 
 
 def library_folder(keys: Iterable[KernelKey]) -> Path:
-    """Where the library of these kernels is kept, by all that they are made from."""
+    """The folder of the library of these kernels, by all that they are made from."""
     made_from = json.dumps([library.fingerprint(), sorted(key.name for key in keys)], sort_keys=True)
     return cache_root() / "libraries" / hashlib.sha256(made_from.encode()).hexdigest()[:32]
 
@@ -118,7 +118,7 @@ def adopt_given(folder: Path) -> None:
 
 
 def folder_of(keys: Sequence[KernelKey], given: Path | None) -> Path:
-    """Where a server finds a library of ``keys``: the folder ``given`` if it has all, or else the user's cache.
+    """The folder where a server finds a library of ``keys``: ``given`` if it has all, or else the user's cache.
 
     Raises:
         LibraryError: the library that is given is missing, damaged or built from other sources.

@@ -112,5 +112,5 @@ class Backends:
         return self.target.name
 
     def kinds(self, context: Context, shards: Sequence[Shard]) -> list[Operands]:
-        """What the GEMM of each matrix multiplies if it is not merged with others."""
+        """The operands of each matrix's GEMM if it is not merged with others."""
         return [self.target.operands_of(context.source.storage(shard.stem)) for shard in shards]

@@ -1,4 +1,4 @@
-"""What SM100 multiplies, on Hopper's bf16 tensor cores (mode ``w4a4``): for accuracy work ahead of Blackwell hardware.
+"""SM100's GEMMs on Hopper's bf16 tensor cores (mode ``w4a4``): for accuracy work ahead of Blackwell hardware.
 
 Weights are those of another backend, merged and grouped as on SM100. Activations are rounded to NVFP4 where the weight
 is NVFP4, to MXFP8 where it is FP8 with UE8M0 scales, by SM100's own recipes, in a launch of their own before each GEMM.
