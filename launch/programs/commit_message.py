@@ -16,9 +16,21 @@ NOT_VERBS = {"A", "An", "I", "It", "Its", "No", "Not", "Now", "The", "There", "T
 VERBS = {
     *("Bleed", "Breed", "Bring", "Embed", "Exceed", "Feed", "Heed", "Need", "Ping", "Proceed", "Ring", "Seed", "Shed"),
     *("Sing", "Speed", "Spring", "Sting", "String", "Succeed", "Swing", "Wed", "Weed"),
-    *("Bias", "Canvas", "Focus"),
+    *("Alias", "Bias", "Canvas", "Focus"),
 }
 """Imperatives that look like another form."""
+PAST = {
+    *("are", "became", "began", "begun", "bent", "bought", "broke", "broken", "brought", "built", "came", "caught"),
+    *("chose", "chosen", "cleft", "crept", "dealt", "did", "done", "drawn", "drew", "driven", "drove", "dug", "fallen"),
+    *("fell", "felt", "fought", "forgot", "forgotten", "found", "froze", "frozen", "gave", "given", "gone", "got"),
+    *("grew", "grown", "had", "held", "hid", "hidden", "hung", "kept", "knew", "known", "laid", "left", "lent", "lost"),
+    *("made", "meant", "met", "paid", "ran", "rode", "rose", "said", "sank", "saw", "seen", "sent", "shook", "shown"),
+    *("shrank", "shrunk", "slept", "slid", "sought", "spent", "spoke", "spun", "stood", "stuck", "swept", "swung"),
+    *("taken", "taught", "thought", "threw", "thrown", "told", "took", "tore", "torn", "went", "were", "woke", "won"),
+    *("wore", "written", "wrote"),
+}
+"""Irregular past forms that are no imperative of another verb, as "bound" and "split" are."""
+PREFIX = re.compile(r"^(?:re|un|over|out|under|up|with|mis)-?")
 
 
 def faults(message: str) -> Iterator[str]:
@@ -44,8 +56,13 @@ def verb_faults(first: str) -> Iterator[str]:
     word = first.rstrip(",:;")
     if not re.fullmatch(r"[A-Z][a-z]*(?:-[a-z]+)?", word):
         yield f"subject: expected a capitalised verb first, such as 'Add', found {first!r}"
-    elif word in NOT_VERBS or (word not in VERBS and re.search(r"(?:ed|ing|[^s]s)$", word)):
+    elif word in NOT_VERBS or is_past(word.lower()) or (word not in VERBS and re.search(r"(?:ed|ing|[^s]s)$", word)):
         yield f"subject: expected a verb in the imperative first, such as 'Add', not 'Added' or 'Adds'; found {first!r}"
+
+
+def is_past(word: str) -> bool:
+    """Whether a word, with or without a prefix such as "re", is an irregular past form."""
+    return word in PAST or PREFIX.sub("", word, count=1) in PAST
 
 
 def main(arguments: list[str]) -> int:

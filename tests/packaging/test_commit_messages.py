@@ -30,6 +30,13 @@ HOOK = ROOT / "launch" / "programs" / "commit_message.py"
         ("Added a target", "not 'Added' or 'Adds'; found 'Added'"),
         ("Adds a target", "found 'Adds'"),
         ("Adding a target", "found 'Adding'"),
+        ("Fixes a target", "found 'Fixes'"),
+        ("Passes the mask", "found 'Passes'"),
+        *(
+            (f"{word} a target", f"found '{word}'")
+            for word in ("Built", "Made", "Ran", "Wrote", "Found", "Kept", "Went")
+        ),
+        *((f"{word} a target", f"found '{word}'") for word in ("Gave", "Rewrote", "Re-ran", "Overrode", "Written")),
         ("The target is added", "found 'The'"),
         ("Add a target\nand why", "second line: expected it empty, found 'and why'"),
     ],
@@ -46,6 +53,9 @@ def test_a_fault_is_named(message: str, expected: str) -> None:
         "Add " + "x" * 68,
         "Pass the mask; bring the rank\n\nWhy.",
         "Re-lay the scales",
+        "Bound the queue",
+        "Split the sum",
+        "Reread the file",
         "Merge branch 'a' of https://example.org/" + "x" * 60,
         'Revert "Add a target"',
         "fixup! Add a target",
