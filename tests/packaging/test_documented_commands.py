@@ -17,7 +17,7 @@ import yaml
 
 from nvfp4_sgl.cli import COMMANDS, build_parser
 from tests.packaging.checkout import ROOT
-from tests.support.documents import Command, commands, pages
+from tests.support.documents import Command, commands, links, pages, references, sections, unread
 
 PLACEHOLDERS = {
     "FORMAT": "nvfp4-full",
@@ -64,6 +64,8 @@ def check(command: Command) -> None:
         check_server(tuple(words[3:]), command.whole)
     elif words[:2] == ["sglang", "serve"]:
         check_server(("--model-path", *words[2:]), command.whole)
+    elif words[:3] == ["python", "-m", "nvfp4_sgl.cli"]:
+        check_nvfp4_sgl(words[3:], command.whole)
     elif words[0] == "python" and words[1] == "-m":
         check_module(words)
     elif words[0] == "python":
@@ -207,6 +209,10 @@ def test_commands_are_found() -> None:
         "```bash\npython examples/one_opp.py\n```",
         "```bash\nsglang serve DIR --tensor-paralel-size 2\n```",
         '```bash\n"$env/bin/nvfp4-sgl" docter\n```',
+        "```bash\npython -m nvfp4_sgl.cli docter\n```",
+        "```bash\npython -m nvfp4_sgl.cli inspect DIR --no-values\n```",
+        "```bash\npython -m nvfp4_sgl.checkpoint.inventory DIR\n```",
+        "```text\nlaunch/demo --keeep\n```",
         "```bash\nunheard-of --help\n```",
         "say `nvfp4-sgl verify DIR --agianst SRC` then",
         "say `launch/demo --keeep` then",
@@ -220,6 +226,11 @@ def test_a_wrong_command_is_seen(text: str) -> None:
         check(command)
 
 
+def test_the_command_line_by_its_module_is_fine() -> None:
+    (command,) = commands("page", "```bash\npython -m nvfp4_sgl.cli inspect DIR --values\n```")
+    check(command)
+
+
 def test_paths_in_pages_exist() -> None:
     missing = [
         f"{page.relative_to(ROOT)}: {path}"
@@ -230,15 +241,74 @@ def test_paths_in_pages_exist() -> None:
     assert not missing, "\n".join(missing)
 
 
-def test_links_of_pages_outside_the_site_resolve() -> None:
-    """mkdocs checks those of docs; README.md and its neighbours are read in the repository."""
-    broken = [
-        f"{page.name}: {target}"
-        for page in ROOT.glob("*.md")
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-        if "://" not in target and not (ROOT / target).is_file()
-    ]
-    assert not broken, "\n".join(broken)
+def broken(page: Path, text: str) -> list[str]:
+    """Links of a page that lead nowhere, and those by reference, each with its line."""
+    found = [f"{page.name}:{line}: {link}: expected a link with its target" for line, link in references(text)]
+    for link in links(text):
+        file = page.parent / link.path if link.path else page
+        if not file.exists():
+            found.append(f"{page.name}:{link.line}: {link.path}: there is no such file")
+        elif link.section:
+            there = text if file == page else file.read_text(encoding="utf-8")
+            if link.section not in sections(there):
+                found.append(f"{page.name}:{link.line}: {link.path}#{link.section}: there is no such section")
+    return found
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """In the repository, too, where mkdocs does not check them."""
+    found = broken(page, page.read_text(encoding="utf-8"))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[a](docs/gone.md)", "docs/gone.md: there is no such file"),
+        ("[a](docs/index.md#gone)", "docs/index.md#gone: there is no such section"),
+        ("[a](#gone)", "#gone: there is no such section"),
+        ('[a](docs/gone.md "title")', "docs/gone.md: there is no such file"),
+        ("<a href='docs/gone.md'>a</a>", "docs/gone.md: there is no such file"),
+        ("<img src=docs/gone.svg>", "docs/gone.svg: there is no such file"),
+        ("[a][gone]", "][gone]: expected a link with its target"),
+        ("[a]: docs/index.md", "[a]:: expected a link with its target"),
+    ],
+)
+def test_a_broken_link_is_seen(text: str, message: str) -> None:
+    assert broken(ROOT / "README.md", f"# Page\n{text}\n") == [f"README.md:2: {message}"]
+
+
+def test_a_link_that_leads_somewhere_passes() -> None:
+    text = "# A page\n\n[a](#a-page) [b](docs/index.md#where-to-go) [c](https://example.org/x#y) `x[0][1]`\n"
+    assert not broken(ROOT / "README.md", text)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_all_code_of_a_page_is_read(page: Path) -> None:
+    found = [f"{page.name}:{line}: {what}" for line, what in unread(page.read_text(encoding="utf-8"))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```console\n$ launch/dem\n```",
+        "```sh\nlaunch/dem\n```",
+        "```bash title=x\nlaunch/dem\n```",
+        "~~~bash\nlaunch/dem\n~~~",
+        "* Item\n\n  ```bash\n  launch/dem\n  ```",
+        "Text:\n\n    launch/dem",
+        "Text:\n\n\tlaunch/dem",
+    ],
+)
+def test_code_that_nothing_reads_is_refused(text: str) -> None:
+    assert list(unread(text))
+
+
+def test_code_that_is_read_passes() -> None:
+    text = "```bash\nlaunch/demo\n```\n\n* Item\n    * nested\n    goes on\n\n```python\nif x:\n\n    y()\n```\n"
+    assert not list(unread(text))
 
 
 def known_options() -> set[str]:

@@ -11,11 +11,14 @@ from pathlib import Path
 from tests.packaging.checkout import ROOT
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)]*)\)|\b(?:href|src)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s>\"']+))")
 INLINE = re.compile(r"`([^`]+)`")
-SHELL = ("bash", "")
-"""Languages of fences that hold commands; of an untagged fence only lines that begin as our commands do."""
+SHELL = ("bash", "text", "")
+"""Languages of fences that hold commands; of one without ``bash`` only lines that begin as our commands do."""
+LANGUAGES = (*SHELL, "json", "python", "toml", "yaml")
+FENCE_MARK = re.compile(r"\s*(?:`{3,}|~{3,})")
 LAUNCHERS = ("launch/", "nvfp4-sgl ", "python ")
-STARTS_COMMAND = re.compile(r"(?:\w+=\S+ )*(?:launch/|nvfp4-sgl |python )")
+STARTS_COMMAND = re.compile(r"(?:\w+=\S+ )*(?:launch/\w|nvfp4-sgl |python )")
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,59 @@ def fences(text: str) -> Iterator[tuple[int, str, str]]:
         yield text[: match.start()].count("\n") + 2, match[1], match[2]
 
 
+def unread(text: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of code that nothing here would read: fences of other marks and languages, and indented code."""
+    within, before = False, ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if FENCE_MARK.match(line):
+            if line not in ({"```"} if within else {f"```{language}" for language in LANGUAGES}):
+                yield number, f"{line}: expected ``` and at most one of {', '.join(filter(None, LANGUAGES))}"
+            within = not within
+        elif not within and not before and re.match(r"(?: {4}|\t)[^*+\d-]", line):
+            yield number, f"{line}: expected a fence, found indented code"
+        before = line.strip()
+
+
+@dataclass(frozen=True)
+class Link:
+    """Where a link of a page leads: a file beside it, itself where ``path`` is empty, and a section of that."""
+
+    line: int
+    path: str
+    section: str
+
+
+def links(text: str) -> Iterator[Link]:
+    """Every link of a page, in Markdown or HTML, but those that lead elsewhere."""
+    text = FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    text = INLINE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for match in LINK.finditer(text):
+        target = next(filter(None, match.groups()), "").strip().split(" ")[0].strip("<>")
+        if "://" not in target and not target.startswith("mailto:"):
+            path, _, section = target.partition("#")
+            yield Link(text[: match.start()].count("\n") + 1, path, section)
+
+
+def references(text: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each link by reference, which pages do not use: undefined, it would read as brackets."""
+    text = INLINE.sub("", FENCE.sub(lambda match: "\n" * match[0].count("\n"), text))
+    for match in re.finditer(r"\]\s?\[[^\]]*\]|^\s*\[[^\]]+\]:", text, re.MULTILINE):
+        yield text[: match.start()].count("\n") + 1, match[0]
+
+
+def sections(text: str) -> set[str]:
+    """Anchors of a page: of its headings, and those set by hand."""
+    named = re.findall(r"\bid=[\"']([^\"']+)", text)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", one).strip().lower()) for one in headings(text)} | set(named)
+
+
 def commands(page: str, text: str) -> Iterator[Command]:
     """Every command of a page, in fences and in running text."""
     for start, language, body in fences(text):
         if language not in SHELL:
             continue
         for line, logical in logical_lines(start, body, quotes=language == "bash"):
-            if language == "" and not STARTS_COMMAND.match(logical):
+            if language != "bash" and not STARTS_COMMAND.match(logical):
                 continue
             if words := without_assignments(shlex.split(logical, comments=True)):
                 yield Command(page, line, tuple(words), whole=True)
