@@ -212,6 +212,7 @@ def test_refusals():
         (replace(csa, compressor=replace(csa.compressor, ape=csa.compressor.ape[:3])), "ape: expected shape"),
         (replace(csa, compressor=replace(csa.compressor, norm=torch.ones(64))), "n: expected one of"),
         (replace(index, compressor=replace(index.compressor, ratio=128)), "n: expected one of"),
+        (replace(csa, ring=128), "ring: expected one of .8, 16."),
         (hca, "workspace: expected one"),
     ]:
         with pytest.raises(OperandError, match=message):

@@ -1,7 +1,8 @@
 """Compression at ratio 4: overlapping windows of four tokens, for the main compressor and the indexer's.
 
 A window pools the first half of the channels of the four tokens before it and the second half of the channels of its
-own four. The state's ring belongs to a page of the window pool: 8 rows for each 256 tokens (specification §4.1, §4.3).
+own four. The state's ring belongs to a page of the window pool: 8 or 16 rows for each 256 tokens (specification §4.1,
+§4.3).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from .windows import (
 
 
 @triton.jit
-def _ring_rows(token, back, present, batch):
+def _ring_rows(token, back, present, batch, RING: tl.constexpr):
     """Return the int64 state rows of the positions ``back`` before those of tokens, −1 where not present."""
     at = batch.window_slots + token.to(tl.int64) * batch.window + back
     swa = tl.load(at, mask=present, other=-1).to(tl.int64)
-    return tl.where(swa >= 0, swa // 256 * 8 + swa % 8, -1)
+    return tl.where(swa >= 0, swa // 256 * RING + swa % RING, -1)
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _close_window(window, start, first, request, batch, call):
     position = window * 4 - 4 + row
     ring = tl.full((8,), -1, tl.int64)
     if window * 4 - 4 < start:
-        ring = _ring_rows(first, start - position, (position >= 0) & (position < start), batch)
+        ring = _ring_rows(first, start - position, (position >= 0) & (position < start), batch, call.RING)
     new, old = (position >= start)[:, None], ((ring >= 0) & (ring <= call.last_state_row))[:, None]
     token = (first + position - start).to(tl.int64)[:, None]
     column = (row // 4 * N)[:, None] + tl.arange(0, N)[None, :]
@@ -61,7 +62,7 @@ def _close_window(window, start, first, request, batch, call):
 def _update_state(position, kept, start, first, batch, call):
     """Store in the state the tokens of this pass at those of the 8 positions that are ``kept`` (bool [8])."""
     N: tl.constexpr = call.N
-    ring = _ring_rows(first + position - start, 0, kept, batch)
+    ring = _ring_rows(first + position - start, 0, kept, batch, call.RING)
     kept = (kept & (ring >= 0) & (ring <= call.last_state_row))[:, None]
     token = (first + position - start).to(tl.int64)[:, None]
     for half in tl.static_range(2):
@@ -84,6 +85,7 @@ def compress_csa(number, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constex
         call: ``windows.CompressionArguments``.
         PADDED: see :func:`.windows.unit_of_number`.
     """
+    RING: tl.constexpr = call.RING
     if BY_TOKEN:
         request, window, is_head, exists = unit_of_token(number, batch, 4)
     else:
@@ -94,15 +96,19 @@ def compress_csa(number, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constex
             _close_window(closing, start, first, request, batch, call)
         tl.debug_barrier()
 
-        # A page's ring keeps the last 8 tokens of the page, or the last 8 of the pass within it. The head writes the
-        # ring of the page in which the pass begins, because its history lies there. The rings of later pages hold no
-        # history: each unit writes the tokens of its own windows. Pages that several requests share are full, and no
+        # A page's ring keeps the last RING tokens of the page, or the last RING of the pass within it. The head writes
+        # the ring of the page in which the pass begins, because its history lies there. The rings of later pages hold
+        # no history: each unit writes the tokens of its own windows. Pages that several requests share are full, and no
         # unit writes to them.
         row = tl.arange(0, 8)
         for part in tl.range(tl.where(is_head, 0, 1), 2):
-            position = tl.where(part == 0, tl.minimum((start // 256 + 1) * 256, end) - 8, window * 4) + row
-            page = position // 256
-            kept = (position >= start) & (position < end) & (position >= tl.minimum((page + 1) * 256, end) - 8)
-            kept = kept & ((page > start // 256) == (part == 1))
-            if tl.max(kept.to(tl.int32), 0) > 0:
-                _update_state(position, kept, start, first, batch, call)
+            for eight in tl.static_range(RING // 8):
+                in_head = tl.minimum((start // 256 + 1) * 256, end) - (RING - 8 * eight)
+                position = tl.where(part == 0, in_head, window * 4) + row
+                page = position // 256
+                kept = (position >= start) & (position < end) & (position >= tl.minimum((page + 1) * 256, end) - RING)
+                kept = kept & ((page > start // 256) == (part == 1))
+                if eight > 0:  # a unit has eight tokens
+                    kept = kept & (part == 0)
+                if tl.max(kept.to(tl.int32), 0) > 0:
+                    _update_state(position, kept, start, first, batch, call)

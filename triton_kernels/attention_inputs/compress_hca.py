@@ -4,7 +4,7 @@ A window's two tiles of 128 × 512 are half a megabyte in fp32. If one multiproc
 than the rest of a decode step's compression, and the 64 windows of a prefill of 8192 tokens would leave most
 multiprocessors idle. Channels are independent until the norm, so each program pools 32 of them, stores them in the
 workspace and increments a semaphore; the last program to finish makes the entry. No program waits, and the result does
-not depend on which is last. The state's ring belongs to the request: 128 rows.
+not depend on which is last. The state's ring belongs to the request: 128 or 256 rows.
 
 In decode most tokens close no window and are only stored in the state. A program takes several such tokens at once,
 because otherwise the mere number of programs would cost time.
@@ -48,6 +48,7 @@ def _update_state(token, kept, ring, column, call):
 @triton.jit
 def _compress_unit(unit, channels, owner, window, is_head, batch, call, workspace):
     """Process one unit's block of channels: first everything that reads the state, then everything that writes it."""
+    RING: tl.constexpr = call.RING
     first, start, end = span_of_request(owner, batch)
     request = tl.load(batch.requests + owner)
     row = tl.arange(0, 128)
@@ -55,7 +56,7 @@ def _compress_unit(unit, channels, owner, window, is_head, batch, call, workspac
     if (window + 1) * 128 <= end:
         position = window * 128 + row
         token = (first + position - start).to(tl.int64)[:, None]
-        ring = (request * 128 + row)[:, None]
+        ring = (request * RING + window % (RING // 128) * 128 + row)[:, None]
         new, old = (position >= start)[:, None], (position < start)[:, None] & (ring <= call.last_state_row)
         history = call.state + ring * call.state_row
         values = load_rows(new, call.kv + token * call.kv_row, old, history, column[None, :], 0.0)
@@ -77,11 +78,12 @@ def _compress_unit(unit, channels, owner, window, is_head, batch, call, workspac
 
     if is_head:
         tl.debug_barrier()
-        position = end - 128 + row
-        ring = request * 128 + (position & 127)
-        token = (first + position - start).to(tl.int64)
-        kept = (position >= start) & (ring <= call.last_state_row)
-        _update_state(token, kept, ring, column, call)
+        for part in tl.static_range(RING // 128):
+            position = end - (RING - 128 * part) + row
+            ring = request * RING + (position & (RING - 1))
+            token = (first + position - start).to(tl.int64)
+            kept = (position >= start) & (ring <= call.last_state_row)
+            _update_state(token, kept, ring, column, call)
 
 
 @triton.jit
@@ -112,7 +114,7 @@ def compress_hca(number, channels, batch, call, workspace, TOKENS: tl.constexpr,
         position = tl.load(batch.starts + token_owner)
         alone = tl.load(batch.bounds + token_owner + 1) - tl.load(batch.bounds + token_owner) == 1
         simple = inside & alone & (position % 128 != 127)
-        ring = tl.load(batch.requests + token_owner) * 128 + position % 128
+        ring = tl.load(batch.requests + token_owner) * call.RING + position % call.RING
         column = channels * CHANNELS_PER_PROGRAM + tl.arange(0, CHANNELS_PER_PROGRAM)
         _update_state(token.to(tl.int64), simple & (ring <= call.last_state_row), ring, column, call)
 

@@ -72,6 +72,8 @@ class Compression:
             132-byte entries (``index_entry``), rotated by the Hadamard matrix, for n = 128. Pages of bf16 or fp32
             [pages, page_size·n] hold the rows themselves.
         page_size: entries of a page.
+        ring: rows of a ring of the state: 8 or 16 at ratio 4, 128 or 256 at ratio 128. In the longer ones a pass of up
+            to 10 tokens of a request overwrites nothing that the next pass needs, even if some are rejected.
     """
 
     compressor: Compressor
@@ -80,6 +82,7 @@ class Compression:
     state: Tensor
     pages: Tensor
     page_size: int
+    ring: int
 
     def check(self, batch: Batch, frequencies: Tensor) -> None:
         """Refuse what the kernels cannot read, by ``OperandTypeError`` or ``OperandValueError``; metadata only."""
@@ -87,6 +90,7 @@ class Compression:
         checks.require_one_of("compress: ratio", compressor.ratio, (4, 128))
         checks.require_dimensions("compress: norm", compressor.norm, 1, "[n]")
         checks.require_one_of("compress: n", compressor.size, (512, 128) if compressor.ratio == 4 else (512,))
+        checks.require_one_of("compress: ring", self.ring, (8, 16) if compressor.ratio == 4 else (128, 256))
         checks.require_dtype("compress: norm", compressor.norm, *floats)
         checks.require_contiguous("compress: norm", compressor.norm)
         width = compressor.width
@@ -150,6 +154,7 @@ class Compression:
             last_slot=last_slot(self.pages, self.page_size),
             N=tl.constexpr(self.compressor.size),
             PAGE_SIZE=tl.constexpr(self.page_size),
+            RING=tl.constexpr(self.ring),
         )
 
 

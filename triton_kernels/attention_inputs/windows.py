@@ -58,7 +58,7 @@ class PassArguments(NamedTuple):
 
 
 class CompressionArguments(NamedTuple):
-    """A :class:`.compressor.Compression` as a kernel takes it; strides in elements, N and PAGE_SIZE constants."""
+    """A :class:`.compressor.Compression` as a kernel takes it; strides in elements, N, PAGE_SIZE and RING constants."""
 
     kv: Tensor
     score: Tensor
@@ -75,6 +75,7 @@ class CompressionArguments(NamedTuple):
     last_slot: int
     N: tl.constexpr
     PAGE_SIZE: tl.constexpr
+    RING: tl.constexpr
 
 
 def unit_limit(tokens: int, requests: int, ratio: int) -> int:

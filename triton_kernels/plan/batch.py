@@ -3,8 +3,9 @@
 The scheduler's tables of slots are not here: :func:`.resolve.resolve` has copied from them what a pass needs, so that
 the scheduler may change them while the layers run. Pages hold 256 tokens, whose full slots are contiguous, so that a
 request's ``pages`` give the full slot of each of its positions. An entry of ratio r has slot ``full // r``
-(specification §4.3). A ratio-4 state row lies in the ring of its window page (``swa // 256 * 8 + swa % 8``), a
-ratio-128 state row in the ring of its request (``request * 128 + position % 128``).
+(specification §4.3). A ratio-4 state row lies in the ring of its window page (``swa // 256 * ring + swa % ring``), a
+ratio-128 state row in the ring of its request (``request * ring + position % ring``). Rings have 8 and 128 rows, or 16
+and 256 where tokens are drafted.
 """
 
 from __future__ import annotations

@@ -163,6 +163,7 @@ def _compression(plan: Plan, ratio: int, n: int) -> Compression:
         torch.randn(owners * STATE_RING[ratio], 2 * width, device="cuda"),
         torch.zeros(pages, entry.page_bytes(page_size), device="cuda", dtype=torch.uint8),
         page_size,
+        STATE_RING[ratio],
     )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.cache.layout import Rings
 from nvfp4_sgl.cache.rows import PackedRows, RowStore
 from nvfp4_sgl.config import LayerKind, LayerSpec
 from nvfp4_sgl.errors import UnsupportedError
@@ -54,10 +55,12 @@ class FusedCompressor(nn.Module):
         self.norm = frozen(context.read(f"{stem}.norm.weight"))
         self.parameters_ = Compressor(ratio, self.ape.data, self.norm.data, context.config.rms_norm_eps)
 
-    def compression(self, columns: tuple[Tensor, Tensor], state: Tensor | None, rows: RowStore | None) -> Compression:
+    def compression(
+        self, columns: tuple[Tensor, Tensor], state: Tensor | None, rows: RowStore | None, rings: Rings
+    ) -> Compression:
         """The compressor's operands in a pass: the columns that it reads and the pools that it writes."""
         assert state is not None
-        return Compression(self.parameters_, *columns, state, *packed(rows))
+        return Compression(self.parameters_, *columns, state, *packed(rows), rings[self.parameters_.ratio])
 
 
 class FusedAttentionInputs(nn.Module):
@@ -98,9 +101,10 @@ class FusedAttentionInputs(nn.Module):
         )
         calls = []
         if self.compressor is not None and columns.compressor is not None:
-            calls.append(self.compressor.compression(columns.compressor, cache.state, cache.compressed))
+            calls.append(self.compressor.compression(columns.compressor, cache.state, cache.compressed, step.rings))
         if self.index_compressor is not None and columns.index_compressor is not None:
-            calls.append(self.index_compressor.compression(columns.index_compressor, cache.index_state, cache.index))
+            index = columns.index_compressor, cache.index_state, cache.index
+            calls.append(self.index_compressor.compression(*index, step.rings))
         weights = columns.index_weights
         deferred_weights = None
         if isinstance(weights, Unmultiplied):

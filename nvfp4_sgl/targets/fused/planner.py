@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cache.layer import LayerCache
-from nvfp4_sgl.cache.layout import STATE_RING
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
@@ -27,8 +26,6 @@ class FusedPlanner:
     def __init__(self, context: Context, slots: Slots, caches: Sequence[LayerCache]):
         for cache in caches:
             packed(cache.swa)  # refuse exact rows here rather than at the first request
-        if slots.rings != STATE_RING:
-            raise UnsupportedError(f"state rings of {dict(slots.rings)} rows: expected {dict(STATE_RING)} on a GPU")
         self.context, self.slots, self.caches = context, slots, caches
         self.scratch = Scratch(context.device)
         self._frequencies = device_frequencies(context.config, context.device)
@@ -53,6 +50,7 @@ class FusedPlanner:
             longest=longest,
             kind=request.kind,
             policy=self.context.policy,
+            rings=self.slots.rings,
             scores=scores,
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.cache.layout import Rings
 from nvfp4_sgl.config import LayerKind, ModelConfig, RopeTable
 from nvfp4_sgl.limits import MAX_ROUTED_EXPERTS
 from nvfp4_sgl.model.contract import PassKind
@@ -108,6 +109,7 @@ class Step:
             the semaphores of sparse attention, hyper-connections, router's logits and index weights, and routing.
         candidates: workspace of the selection of ratio-4 entries.
         planned: the number of tokens that a choice goes by.
+        rings: rows of the compressors' state rings.
     """
 
     plan: Plan
@@ -120,6 +122,7 @@ class Step:
     route_semaphore: Tensor
     candidates: Candidates
     planned: Mapping[Choice, int]
+    rings: Rings
 
     @classmethod
     def allocate(
@@ -134,6 +137,7 @@ class Step:
         longest: int,
         kind: PassKind,
         policy: Policy,
+        rings: Rings,
         scores: Tensor | None = None,
     ) -> Step:
         """Room for a pass over these tokens, contents undefined.
@@ -148,6 +152,7 @@ class Step:
             longest: tokens of the longest sequence that may come, as the host knows it.
             kind: of the pass.
             policy: what may depend on the number of tokens.
+            rings: rows of the compressors' state rings.
             scores: from :meth:`new_scores` for as many tokens or more; allocated unless given.
         """
         tokens, device = positions.shape[0], positions.device
@@ -177,6 +182,7 @@ class Step:
             scratch.route_semaphore,
             candidates,
             {choice: policy.tokens(choice, tokens) for choice in (Choice.ATTENTION, Choice.SMALL_GEMM, Choice.INPUTS)},
+            rings,
         )
 
     @staticmethod

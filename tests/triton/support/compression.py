@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING
+from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING, Rings
 from nvfp4_sgl.cache.plan import Batch as ReferenceBatch
 from nvfp4_sgl.cache.plan import plan_batch
 from nvfp4_sgl.cache.rows import ExactRows, PackedRows, RowStore
@@ -31,8 +31,8 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
-def state_rows(ratio: int, pages: int, requests: int) -> int:
-    return (pages if ratio == 4 else requests + 1) * STATE_RING[ratio]
+def state_rows(ratio: int, pages: int, requests: int, rings: Rings) -> int:
+    return (pages if ratio == 4 else requests + 1) * rings[ratio]
 
 
 class Side:
@@ -41,7 +41,9 @@ class Side:
     Everything that is not yet written is NaN, or 0xA5 in packed pages.
     """
 
-    def __init__(self, ratio: int, n: int, pages: int, requests: int, *, packed: bool, state_dtype: torch.dtype):
+    def __init__(
+        self, ratio: int, n: int, pages: int, requests: int, *, packed: bool, state_dtype: torch.dtype, rings: Rings
+    ):
         generator = torch.Generator().manual_seed(ratio + n)
         width = 2 * n if ratio == 4 else n
         self.compressor = Compressor(
@@ -50,8 +52,8 @@ class Side:
             (torch.rand(n, generator=generator) + 0.5).to(torch.bfloat16),
             EPS,
         )
-        self.page_size, self.packed, self.n = PAGE_TOKENS // ratio, packed, n
-        state = torch.full((state_rows(ratio, pages, requests), 2 * width), torch.nan, dtype=state_dtype)
+        self.page_size, self.packed, self.n, self.ring = PAGE_TOKENS // ratio, packed, n, rings[ratio]
+        state = torch.full((state_rows(ratio, pages, requests, rings), 2 * width), torch.nan, dtype=state_dtype)
         self.state, self.expected_state = state, state.clone()
         if packed:
             entry = kv_entry if n == 512 else index_entry
@@ -69,7 +71,8 @@ class Side:
     def call(self, kv: Tensor, score: Tensor, device: str) -> Compression:
         self.state, self.pages = self.state.to(device), self.pages.to(device)
         compressor = replace(self.compressor, ape=self.compressor.ape.to(device), norm=self.compressor.norm.to(device))
-        return Compression(compressor, kv.to(device), score.to(device), self.state, self.pages, self.page_size)
+        rows = kv.to(device), score.to(device)
+        return Compression(compressor, *rows, self.state, self.pages, self.page_size, self.ring)
 
 
 class World:
@@ -88,6 +91,7 @@ class World:
         packed: bool = True,
         dtype: torch.dtype = torch.float32,
         state_dtype: torch.dtype = torch.float32,
+        rings: Rings = STATE_RING,
     ):
         generator = torch.Generator().manual_seed(1)
         per_request = capacity // PAGE_TOKENS
@@ -97,13 +101,14 @@ class World:
             order = torch.randperm(count, generator=generator) + 1
             return (order[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
 
-        self.device = device
+        self.device, self.rings = device, rings
         self.slots = torch.zeros(requests + 1, capacity, dtype=torch.int32)
         self.slots[1:] = deal().view(requests, capacity).int()
         self.full_to_swa = torch.cat((torch.arange(PAGE_TOKENS), deal()))
         self.lengths = [0] * (requests + 1)
         self.pages = count + 1
-        self.sides = [Side(*case, self.pages, requests, packed=packed, state_dtype=state_dtype) for case in cases]
+        kept = {"packed": packed, "state_dtype": state_dtype, "rings": rings}
+        self.sides = [Side(*case, self.pages, requests, **kept) for case in cases]  # type: ignore[arg-type]
         # Each side's rows are columns of one product, next to other columns.
         widths = [2 * side.compressor.width for side in self.sides]
         self.rows = torch.randn(requests + 1, capacity, sum(widths) + 64, generator=generator) * 2
@@ -155,7 +160,7 @@ class World:
     def check_states(self, *, padding: bool = False) -> None:
         """The first ring is the padding's."""
         for side in self.sides:
-            unused = STATE_RING[side.compressor.ratio] if padding else 0
+            unused = side.ring if padding else 0
             assert torch.equal(bits(side.state.cpu()[unused:]), bits(side.expected_state[unused:]))
 
     def _reference(self, counts: dict[int, int]) -> Tensor:
@@ -172,7 +177,8 @@ class World:
         batch = ReferenceBatch(
             torch.tensor(starts), torch.tensor(ends), chosen, self.slots[chosen].long(), self.full_to_swa
         )
-        plan = plan_batch(batch, window=128, ratios=frozenset(s.compressor.ratio for s in self.sides))
+        ratios = frozenset(s.compressor.ratio for s in self.sides)
+        plan = plan_batch(batch, window=128, ratios=ratios, rings=self.rings)
         for i, side in enumerate(self.sides):
             kv, score = self.columns(wide.float(), i)
             closing = plan.compress[side.compressor.ratio]
