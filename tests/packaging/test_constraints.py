@@ -77,6 +77,7 @@ ALSO_PROVIDED_BY = {
     "cutlass": ["nvidia-cutlass-dsl"],
     "cuda": ["nvidia-cutlass-dsl"],
     "compressed_tensors": ["sglang"],
+    "jsonschema": ["sglang"],
     "msgspec": ["sglang"],
     "prometheus_client": ["sglang"],
     "setproctitle": ["sglang"],
@@ -85,7 +86,8 @@ ALSO_PROVIDED_BY = {
 }
 """``cutlass`` lies in a folder that a ``.pth`` file adds to the path, which ``packages_distributions`` does not look
 into. ``cuda`` comes with CuTeDSL, which requires it and whose functions take its types; the others with SGLang, which
-reads checkpoints, sends messages, publishes metrics, names its processes, serves HTTP and compiles grammars by them."""
+reads checkpoints, checks schemas, sends messages, publishes metrics, names its processes, serves HTTP and compiles
+grammars by them."""
 
 
 @pytest.mark.parametrize(
