@@ -10,7 +10,7 @@ from nvfp4_sgl.ops.rope import inverse_frequencies
 from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
 from nvfp4_sgl.triton_kernels.entries.index_entry import store_index_keys
 from nvfp4_sgl.triton_kernels.entries.kv_entry import norm_rope_store_kv, store_kv_entries
-from nvfp4_sgl.triton_kernels.hyper_connection import streams
+from nvfp4_sgl.triton_kernels.hyper_connection import draft_inputs, streams
 from nvfp4_sgl.triton_kernels.quantize.mxfp8 import quantize_mxfp8
 from nvfp4_sgl.triton_kernels.quantize.quantize import quantize
 from nvfp4_sgl.triton_kernels.quantize.rounded import round_to_mxfp8, round_to_nvfp4, scale_rows
@@ -47,6 +47,18 @@ def embedding_to_streams() -> Outputs:
     out = torch.full((4, 4, 100), torch.nan, dtype=torch.bfloat16)
     ids = torch.tensor([6, 0, 7, 3], dtype=torch.int32)  # 7 is unknown
     return {"streams": streams.embed_streams(ids, table, 4, out=out)}
+
+
+@case("_add_to_streams")
+def token_and_streams() -> Outputs:
+    out = torch.full((3, 4, 100), torch.nan, dtype=torch.bfloat16)
+    return {"streams": draft_inputs.add_to_streams(some_rows(3, 100), some_rows(12, 100), out)}
+
+
+@case("_stream_means", bounds={"means": BF16})
+def means_of_streams() -> Outputs:
+    captured = [some_rows(rows, 100).bfloat16()[:12].view(3, 4, 100) for rows in (12, 13)]
+    return {"means": draft_inputs.stream_means(captured, torch.full((3, 200), torch.nan, dtype=torch.bfloat16))}
 
 
 @case("_rms_norm", bounds={"normed": BF16})

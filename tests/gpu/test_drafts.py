@@ -1,0 +1,110 @@
+"""Drafts on GPU targets against the CPU reference of the same mode: prefill, passes that verify, DSpark's blocks.
+
+The yardstick is the reference itself: what rounding costs it, against fp32 activations that are never quantised, is
+what it may cost the GPU, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.cache.local import LocalCaches
+from nvfp4_sgl.checkpoint.reader import reader_for
+from nvfp4_sgl.checkpoint.verified import Verified, verify
+from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
+from nvfp4_sgl.model.mtp import MtpDraft
+from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.targets.choose import choose
+from tests.support import native
+from tests.support.interpreted import ON_GPU
+from tests.support.lockstep import relative_errors
+
+BOUND = 1.5
+"""Of the median error, by the reference's own."""
+PROMPTS, EACH = ((9, 135, 3), 4) if ON_GPU else ((5, 2), 3)
+"""Tokens of each request's prompt, and of each in the pass behind it."""
+
+
+class Drafting:
+    """A draft of a checkpoint, with caches of its own; passes over them."""
+
+    def __init__(self, verified: Verified, target: str, mode: ActivationMode, dtype: torch.dtype, blocks: int):
+        self.device = torch.device("cuda" if ON_GPU and target != "cpu" else "cpu")
+        choice, reader = choose(target, mode), reader_for(verified.inventory, self.device, of_draft=True)
+        self.config = verified.config
+        self.context = Context(reader, self.config, choice.boundaries, self.device, dtype, choice.mode)
+        config = replace(self.config, num_hidden_layers=blocks, layer_kinds=(LayerKind.SWA,) * blocks)
+        self.caches = LocalCaches(
+            config, requests=len(PROMPTS), capacity=256, packed=True, dtype=dtype, device=self.device
+        )
+        table, swa = self.caches.slots.int().to(self.device), self.caches.full_to_swa.to(self.device)
+        slots = Slots(table, swa, len(PROMPTS), 256)
+        self.planner: Any = choice.boundaries.plan(replace(self.context, config=config), slots, self.caches.layers)
+
+    def step(self, starts: Sequence[int], ends: Sequence[int], kind: PassKind = PassKind.EXTEND) -> Any:
+        positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        added = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], dtype=torch.int32)
+        each = {"tokens_each": int(added[0])} if kind is PassKind.VERIFY else {"added": added.to(self.device)}
+        requests, lengths = torch.arange(len(starts)).to(self.device), torch.tensor(ends).to(self.device)
+        request = PassRequest(positions.to(self.device), requests, lengths, kind, longest=max(ends), **each)
+        return self.planner.plan(request)
+
+    def streams(self, tokens: int, seed: int) -> Tensor:
+        shape = tokens, self.config.hc_mult, self.config.hidden_size
+        return self.given(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)))
+
+    def given(self, values: Tensor) -> Tensor:
+        """bf16 values in the dtype of the model."""
+        return values.bfloat16().to(self.device, self.context.dtype)
+
+
+@torch.no_grad()
+def mtp(verified: Verified, target: str, mode: ActivationMode, dtype: torch.dtype) -> list[Tensor]:
+    """Hidden states and streams, as rows, of a prompt of each request and of a pass of several tokens of each."""
+    rig = Drafting(verified, target, mode, dtype, blocks=1)
+    draft, found = MtpDraft(rig.context), []
+    middle = [length + EACH for length in PROMPTS]
+    for starts, ends, kind in (([0] * len(PROMPTS), PROMPTS, PassKind.EXTEND), (PROMPTS, middle, PassKind.VERIFY)):
+        step = rig.step(starts, ends, kind)
+        tokens = sum(ends) - sum(starts)
+        ids = torch.arange(tokens).to(rig.device)
+        embedded = rig.streams(tokens, seed=1)[:, 0].contiguous()
+        for result in draft(embedded, rig.streams(tokens, seed=tokens), ids, step, rig.caches.layers[0]):
+            found.append(result.float().cpu().reshape(-1, rig.config.hidden_size))
+    return found
+
+
+@pytest.fixture(scope="module", params=native.runs(), ids=str)
+def run(request: pytest.FixtureRequest) -> Iterator[native.Run]:
+    with native.gemms(request.param.target):
+        yield request.param
+
+
+def tiny(folder: Path, format: str, draft: str) -> Verified:
+    """The draft's matrices are FP8 and MXFP4, as in releases; experts that every token visits leave no choice."""
+    write_tiny(folder, format, seed=3, num_hidden_layers=3, n_routed_experts=6, draft=draft)
+    return verify(folder)
+
+
+def require_as_good_as_the_reference(
+    found: Sequence[Tensor], rounded: Sequence[Tensor], exact: Sequence[Tensor]
+) -> None:
+    for ours, theirs, expected in zip(found, rounded, exact, strict=True):
+        error, yardstick = (float(relative_errors(each, expected).median()) for each in (ours, theirs))
+        assert error <= BOUND * yardstick, (error, yardstick)
+
+
+def test_mtp(run: native.Run, tmp_path: Path) -> None:
+    verified = tiny(tmp_path, "nvfp4-experts", "mtp")
+    exact = mtp(verified, "cpu", ActivationMode.W4A16, torch.float32)
+    rounded = mtp(verified, "cpu", run.mode, torch.bfloat16)
+    require_as_good_as_the_reference(mtp(verified, run.target, run.mode, torch.bfloat16), rounded, exact)
