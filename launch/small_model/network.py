@@ -41,9 +41,8 @@ def raw_config() -> dict[str, Any]:
 
 def theirs(raw: dict[str, Any]) -> DeepseekV4Config:
     """The same for transformers."""
-    config = DeepseekV4Config(
-        **{key: value for key, value in raw.items() if key not in ("architectures", "torch_dtype")}
-    )
+    ours = ("architectures", "torch_dtype", "quantization_config")
+    config = DeepseekV4Config(**{key: value for key, value in raw.items() if key not in ours})
     config.initializer_range = 0.05
     config._attn_implementation = ATTENTION
     config._experts_implementation = "eager"
@@ -99,10 +98,15 @@ class DraftBlock(nn.Module):
         self.block = hf.DeepseekV4DecoderLayer(config, layer)
         self.hc_head = hf.DeepseekV4HyperHead(config)
 
-    def forward(self, streams: Tensor, following: Tensor, **options: Any) -> Tensor:
-        """[B, S, d] from streams [B, S, 4, d] and the following tokens' embeddings [B, S, d]."""
+    def forward(self, streams: Tensor, following: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """(hidden states [B, S, d] for the LM head, the block's own streams [B, S, 4, d]).
+
+        Args:
+            streams: [B, S, 4, d], the target's or the block's own. following: [B, S, d], embeddings of the next tokens.
+        """
         streams = self.e_proj(self.enorm(following)).unsqueeze(2) + self.h_proj(self.hnorm(streams))
-        return self.norm(self.hc_head(self.block(streams, **options)))
+        streams = self.block(streams, **options)
+        return self.norm(self.hc_head(streams)), streams
 
 
 @dataclass
@@ -110,10 +114,12 @@ class Output:
     """``logits`` [B, S, vocab] predict the next token, ``draft`` [B, S - 1, vocab] the one after.
 
     Attributes:
+        streams: behind each layer, [B, S, 4, d].
         index: of each CSA layer the indexer's scores and what the queries attend to, both [B, S, entries].
     """
 
     logits: Tensor
+    streams: list[Tensor]
     draft: Tensor | None = None
     index: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -140,7 +146,7 @@ class SmallModel(nn.Module):
             indexer.register_forward_pre_hook(_detach)
             indexer.scorer.register_forward_hook(_keep_scores)
         for layer in self.routed_layers():
-            layer.mlp.gate.register_forward_hook(_keep_choice)
+            keep_choice(layer)
 
     def csa_layers(self) -> list[Any]:
         return [layer for layer in self.decoder.model.layers if layer.self_attn.ratio == LayerKind.CSA.value]
@@ -158,9 +164,9 @@ class SmallModel(nn.Module):
         """Logits for int64 ids [B, S], computed without caches; ``window`` shortens the sliding window."""
         model = self.decoder.model
         tokens = ids.shape[1]
-        positions = torch.arange(tokens)[None]
+        positions = torch.arange(tokens, device=ids.device)[None]
         distance = positions.T - positions
-        mask = torch.zeros(tokens, tokens).masked_fill(
+        mask = torch.zeros(tokens, tokens, device=ids.device).masked_fill(
             (distance < 0) | (distance >= (window or self.config.sliding_window)), -torch.inf
         )
         embedded = model.embed_tokens(ids)
@@ -173,11 +179,13 @@ class SmallModel(nn.Module):
             "attention_mask": mask[None, None].expand(ids.shape[0], 1, -1, -1),
         }
         streams = embedded.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
+        behind = []
         for layer in model.layers:
             streams = layer(streams, input_ids=ids, **options)
-        output = Output(self.decoder.lm_head(model.norm(model.hc_head(streams))))
+            behind.append(streams)
+        output = Output(self.decoder.lm_head(model.norm(model.hc_head(streams))), behind)
         if draft:
-            hidden = self.mtp(streams[:, :-1], embedded[:, 1:], **_shortened(options))
+            hidden, _ = self.mtp(streams[:, :-1], embedded[:, 1:], **_shortened(options))
             output.draft = self.decoder.lm_head(hidden)
         for layer in self.csa_layers():
             indexer = layer.self_attn.compressor.indexer
@@ -210,6 +218,11 @@ def _detach(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _keep_scores(scorer: Any, _: Any, scores: Tensor) -> None:
     scorer.scores = scores
+
+
+def keep_choice(layer: Any) -> None:
+    """Let the router of ``layer`` keep in ``chosen`` how many tokens each expert got."""
+    layer.mlp.gate.register_forward_hook(_keep_choice)
 
 
 def _keep_choice(gate: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:

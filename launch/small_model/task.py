@@ -55,6 +55,11 @@ def _id_of(character: str) -> int:
     return _ids()[character]
 
 
+def question_id() -> int:
+    """Token id that a question begins with; two tokens on stands its answer."""
+    return _id_of(question("a")[0])
+
+
 def value_ids() -> list[int]:
     """Token ids of the possible answers."""
     return [_id_of(value) for value in VALUES]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,14 @@ def index_loss(scores: Tensor, attended: Tensor) -> Tensor:
     return (target * (log_target - guess)).masked_fill(~seen, 0.0).sum(-1).mean()
 
 
+@torch.no_grad()
+def balance(layers: Iterable[Any]) -> None:
+    """Move the bias of each expert against its load: it enters the choice of experts alone."""
+    for layer in layers:
+        chosen = layer.mlp.gate.chosen.float()
+        layer.mlp.gate.e_score_correction_bias += BALANCE_RATE * torch.sign(chosen.mean() - chosen)
+
+
 @dataclass
 class Progress:
     """The record of a step, for the log."""
@@ -169,16 +177,9 @@ class Training:
         if not torch.isfinite(norm):
             raise RuntimeError(f"step {self.done}: expected a finite gradient, found {norm}; lower LEARNING_RATE")
         self.optimizer.step()
-        self._balance()
+        balance(self.model.routed_layers())
         self.done += 1
         return Progress(self.done, sum(len(document.text) for document in batch), found, norm.item())
-
-    @torch.no_grad()
-    def _balance(self) -> None:
-        """Move the bias of each expert against its load: it enters the choice of experts alone."""
-        for layer in self.model.routed_layers():
-            chosen = layer.mlp.gate.chosen.float()
-            layer.mlp.gate.e_score_correction_bias += BALANCE_RATE * torch.sign(chosen.mean() - chosen)
 
     def save(self, file: Path) -> None:
         """Write everything that :meth:`resume` needs."""
