@@ -78,6 +78,7 @@ PAGES = {
             "ops.indexer",
             "ops.hyper_connection",
             "ops.drafts",
+            "ops.greedy",
         ),
     ),
     "gemms": Page(
@@ -120,6 +121,7 @@ PAGES = {
             "triton_kernels.entries.kv_entry",
             "triton_kernels.entries.index_entry",
             "triton_kernels.plan.resolve",
+            "triton_kernels.logits.greedy",
         ),
     ),
 }

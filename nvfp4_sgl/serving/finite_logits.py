@@ -3,7 +3,8 @@
 A row of logits is looked at on the device, before its token is sampled. A row that holds NaN or +inf, or nothing but
 -inf, becomes zeros, so that sampling stays valid, and its token id becomes :data:`FAILED`. The id travels to the host
 as every other one does: nothing waits for the device. There SGLang ends a request at an id outside the vocabulary,
-and these hooks make an error of that end, also of a request that is being aborted.
+and these hooks make an error of that end, also of a request that is being aborted. The pass that has begun by then
+takes 0 instead. (SGLang asserts on the device that there is no such id for its own tests alone, ``SGLANG_IS_IN_CI``.)
 
 Keys and values of such a request may be NaN, too. It has shared those of its prompt with the prefix cache before its
 logits were known, so that all cached prefixes that no running request uses are dropped with it. The same goes for a
@@ -15,15 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from nvfp4_sgl.ops.greedy import FAILED, greedy_tokens
 from nvfp4_sgl.serving.sglang import request_state, scheduling
-
-FAILED = -1
-"""The token id of a row that is not finite; the pass that has begun by then takes 0 instead.
-
-SGLang asserts on the device that there is none only for its own tests (``SGLANG_IS_IN_CI``).
-"""
+from nvfp4_sgl.triton_kernels.logits import greedy
 
 _MARK = "nvfp4_sgl_failed"
 """Attribute of SGLang's request that has been failed."""
@@ -31,21 +29,37 @@ _SPOILT = "nvfp4_sgl_spoilt"
 """Attribute of SGLang's request of which a chunk of the prompt had logits that are not finite."""
 
 
-def zero_rows_not_finite(logits: Tensor) -> Tensor:
-    """Zero the rows of ``logits``, fp32 [B, vocabulary], that cannot be sampled from, in place; bool [B], which.
+def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Greedy tokens and the rows that have failed, as of :func:`nvfp4_sgl.ops.greedy.greedy_tokens`; no host sync."""
+    if not logits.is_cuda:
+        return greedy_tokens(logits)
+    return greedy.greedy_tokens(logits, _semaphores(logits), mark=FAILED)
 
-    -inf is what masks of grammars and biases leave, and no fault beside a finite logit. No host sync.
+
+_held: dict[torch.device, Tensor] = {}
+"""Semaphores of :func:`choose`, which is called on one stream of a device."""
+
+
+def _semaphores(logits: Tensor) -> Tensor:
+    """One a row, zero; more are allocated as batches grow, for twice as many rows."""
+    found = _held.get(logits.device)
+    if found is None or len(found) < len(logits):
+        found = _held[logits.device] = logits.new_zeros(max(1024, 2 * len(logits)), dtype=torch.int32)
+    return found
+
+
+def sample(
+    original: Callable[..., Tensor], sampler: Any, output: Any, info: Any, logprobs: bool, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Hook around SGLang's sampler: int [B], :data:`FAILED` for rows of logits that are not finite.
+
+    A batch that is all greedy has its tokens from the check, so that its logits are read once.
     """
-    largest = logits.amax(-1)  # NaN if there is one
-    failed = (largest - largest) != 0  # NaN of NaN and of infinities
-    logits.masked_fill_(failed[:, None], 0)
-    return failed
-
-
-def sample(original: Callable[..., Tensor], sampler: Any, logits_output: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Hook around SGLang's sampler: int [B], :data:`FAILED` for rows of logits that are not finite."""
-    failed = zero_rows_not_finite(logits_output.next_token_logits)
-    return original(sampler, logits_output, *args, **kwargs).masked_fill(failed, FAILED)
+    tokens, failed = choose(output.next_token_logits)
+    if scheduling.is_argmax_alone(info, logprobs, **kwargs):
+        scheduling.agree_on_tokens(sampler, tokens, info)
+        return tokens
+    return original(sampler, output, info, logprobs, *args, **kwargs).masked_fill_(failed, FAILED)
 
 
 def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) -> bool:

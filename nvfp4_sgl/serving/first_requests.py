@@ -4,8 +4,9 @@ Around the model SGLang runs functions that compile at their first call:
 
 * ``torch.compile``: the repetition penalty (``apply_scaling_penalties``), sampling by a seed
   (``multinomial_with_seed``) and a check of SGLang's own tests. :func:`compile_nothing` makes them run as written.
-* Triton: masks of grammars, and the allocator of pages, which has a kernel for each power of two of requests. A copy of
-  a step's inputs has one for each alignment of their addresses, so torch copies them instead (:func:`copy_by_torch`).
+* Triton: greedy tokens, masks of grammars, and the allocator of pages, which has a kernel for each power of two of
+  requests. A copy of a step's inputs has one for each alignment of their addresses, so torch copies them instead
+  (:func:`copy_by_torch`).
 * nvcc: positions of a decode pass, once, and FlashInfer's sampling, which is refused
   (:mod:`nvfp4_sgl.serving.flags.kernels`).
 
@@ -19,10 +20,15 @@ from typing import Any
 
 import torch
 
+from nvfp4_sgl.serving import finite_logits
 from nvfp4_sgl.serving.sglang import scheduling
+from nvfp4_sgl.triton_kernels.common.integers import cdiv
 
 ROWS = (1, 2, 16)
 """Triton has programs of their own for a count of one and for multiples of 16."""
+
+PADDING = 64
+"""SGLang pads the LM head's rows to a multiple."""
 
 GREEDY = ("is_all_greedy", "is_any_greedy")
 NEEDS = ("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
@@ -62,6 +68,7 @@ def warm_up(scheduler: Any) -> None:
     for rows in ROWS:
         for kind in KINDS:
             sample(scheduler, rows, kind)
+    choose(torch.device(scheduler.device), scheduler.model_config.vocab_size)
 
 
 def sizes(most: int) -> Iterator[int]:
@@ -115,6 +122,13 @@ def sample(scheduler: Any, rows: int, kind: dict[str, Any]) -> None:
         scheduling.mask_grammar(logits, torch.full((rows, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
     info.apply_logits_bias(logits)
     scheduling.sample(scheduler, logits, info)
+
+
+def choose(device: torch.device, vocabulary: int) -> None:
+    """Take the largest logits of rows in both layouts: whole, and with padding that SGLang has cut off."""
+    padded = torch.zeros(2, cdiv(vocabulary, PADDING) * PADDING, device=device)[:, :vocabulary]
+    for logits in (padded, padded.contiguous()):
+        finite_logits.choose(logits)
 
 
 HOOKS: dict[str, Callable[..., Any]] = {"copy_inputs": copy_by_torch}

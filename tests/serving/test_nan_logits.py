@@ -19,15 +19,10 @@ from typing import Any
 import pytest
 import torch
 
+from nvfp4_sgl.ops.greedy import FAILED, greedy_tokens
 from nvfp4_sgl.serving import grammars
-from nvfp4_sgl.serving.finite_logits import (
-    FAILED,
-    check_token_ids,
-    has_failed,
-    sample,
-    update_finish_state,
-    zero_rows_not_finite,
-)
+from nvfp4_sgl.serving.finite_logits import check_token_ids, has_failed, sample, update_finish_state
+from nvfp4_sgl.serving.sglang import scheduling
 from tests.support.golden import TOLERANCE
 from tests.support.logprobs import flush
 from tests.support.prompts import draw_ids
@@ -59,21 +54,63 @@ def some_rows() -> tuple[torch.Tensor, list[bool]]:
 def test_rows_that_are_not_finite() -> None:
     logits, expected = some_rows()
     given = logits.clone()
-    failed = zero_rows_not_finite(logits)
+    tokens, failed = greedy_tokens(logits)
     assert failed.tolist() == expected
     assert logits[failed].eq(0).all() and torch.equal(logits[~failed], given[~failed])
-    assert zero_rows_not_finite(torch.empty(0, 10)).shape == (0,)
+    assert tokens.dtype == torch.int64 and torch.equal(tokens, given.argmax(-1).masked_fill(failed, FAILED))
+    assert [len(found) for found in greedy_tokens(torch.empty(0, 10))] == [0, 0]
+
+
+def how(rows: int, **fields: Any) -> Any:
+    """How SGLang samples a batch: greedily unless ``fields`` say otherwise."""
+    ones = torch.ones(rows)
+    greedy = {"is_all_greedy": True, "is_any_greedy": True}
+    needs = dict.fromkeys(("need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling"), False)
+    values: dict[str, Any] = {"temperatures": ones[:, None], "top_ps": ones, "top_ks": ones.int(), "min_ps": 0 * ones}
+    return scheduling.sampling_info(**(values | greedy | needs | {"vocab_size": 1000, "device": "cpu"} | fields))
 
 
 def test_every_sampler_gets_rows_that_it_can_sample_from() -> None:
     logits, expected = some_rows()
     for dtype in (torch.int32, torch.int64):
 
-        def multinomial(sampler: Any, output: Any, dtype: torch.dtype = dtype) -> torch.Tensor:
+        def multinomial(sampler: Any, output: Any, *_: Any, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.multinomial(output.next_token_logits.softmax(-1), 1)[:, 0].to(dtype)
 
-        ids = sample(multinomial, None, SimpleNamespace(next_token_logits=logits.clone()))
+        output = SimpleNamespace(next_token_logits=logits.clone())
+        ids = sample(multinomial, None, output, how(len(logits), is_all_greedy=False), False)
         assert ids.dtype == dtype and ids.eq(FAILED).tolist() == expected and ids[1] == 0
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"logprobs": True},
+        {"logprob_logits": torch.zeros(9, 1000)},
+        {"has_custom_logit_processor": True},
+        {"sampling_mask_batch_indices": torch.tensor([1])},
+        {"is_all_greedy": False},
+    ],
+    ids=lambda asked: next(iter(asked), "nothing"),
+)
+def test_greedy_batches_are_sampled_by_the_check(asked: dict[str, Any]) -> None:
+    """SGLang's sampler is asked where it does more than to take the largest logits; the tokens are the same."""
+    logits, expected = some_rows()
+    fields = dict(asked)
+    logprobs = fields.pop("logprobs", False)
+    rest = {"logprob_logits": fields.pop("logprob_logits")} if "logprob_logits" in fields else {}
+    asks, agreed = [], []
+    sampler = SimpleNamespace(_sync_token_ids_across_tp=lambda tokens, info: agreed.append(tokens))
+
+    def largest(sampler: Any, output: Any, *_: Any, **__: Any) -> torch.Tensor:
+        asks.append(output)
+        return output.next_token_logits.argmax(-1)
+
+    output = SimpleNamespace(next_token_logits=logits.clone())
+    ids = sample(largest, sampler, output, how(len(logits), **fields), logprobs, [], [], None, **rest)
+    assert torch.equal(ids, logits.argmax(-1).masked_fill(torch.tensor(expected), FAILED))
+    assert (len(asks), len(agreed)) == ((0, 1) if asked == {} else (1, 0))
 
 
 def test_what_becomes_of_a_failed_request() -> None:

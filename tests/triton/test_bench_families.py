@@ -34,6 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "attention_inputs": {"CONTEXT": 4096, "REQUESTS": (1, 3), "PREFILL": 160, "SMALLER": (20,)},
     "hyper_connection": {"WIDTHS": {"small": 512}, "TOKENS": TOKENS},
     "indexer": {"CONTEXTS": {"1k": 1024, "2k": 2048}, "DECODING": (1, 3), "PROMPT": 40, "TOPK": {"small": 64}},
+    "logits": {"VOCABULARY": 5000, "ROWS": TOKENS},
     "metadata": {"CONTEXTS": {"1k": 1024}, "DECODING": (1, 3), "PROMPT": 200, "SLOTS": 1 << 14},
     "quantize": {"TOKENS": TOKENS},
     "rope": {"TOKENS": TOKENS, "CONTEXT": 1024},

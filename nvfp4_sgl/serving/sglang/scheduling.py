@@ -66,6 +66,27 @@ def logits_output(logits: Tensor) -> Any:
     return find("LogitsProcessorOutput")(next_token_logits=logits)
 
 
+def is_argmax_alone(info: Any, logprobs: bool, *, logprob_logits: Tensor | None = None) -> bool:
+    """Whether SGLang's sampler takes the largest logits of a batch and does nothing else with them.
+
+    Args:
+        info: SGLang's, on how the batch is sampled. logprobs: whether log-probabilities are asked for.
+        logprob_logits: what they are made of, if not of the logits that are sampled from.
+    """
+    return (
+        info.is_all_greedy
+        and not logprobs
+        and logprob_logits is None
+        and not info.has_custom_logit_processor
+        and info.sampling_mask_batch_indices is None
+    )
+
+
+def agree_on_tokens(sampler: Any, tokens: Tensor, info: Any) -> None:
+    """Make ``tokens``, int64 [B], those of all ranks, where SGLang's ``sampler`` does so: under grammars."""
+    sampler._sync_token_ids_across_tp(tokens, info)
+
+
 def ending_tokens(request: Any) -> list[int]:
     """Ids that SGLang's ``min_new_tokens`` holds back: those that end an answer."""
     params, tokenizer = request.sampling_params, request.tokenizer

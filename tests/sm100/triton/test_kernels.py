@@ -44,6 +44,7 @@ TOGETHER = [
     "a_routed_token",
     "compression_by_128",
     "logits_of_parts_of_k",
+    "largest_logits",
 ]
 """Kernels whose programs wait for one another, or whose last program finishes the work."""
 
@@ -69,6 +70,7 @@ COUNTED = [
     ("compression_by_128", "_attention_inputs", "atom.global.gpu.acq_rel.add"),
     ("routed_tokens", "_route_topk", "atom.global.gpu.acq_rel.add"),
     ("logits_of_parts_of_k", "_router_logits_split", "atom.global.gpu.acq_rel.add"),
+    ("largest_logits", "_greedy_tokens", "atom.global.gpu.acq_rel.add"),
     ("next_site_quantised", "site_kernel", "atom.global.gpu.release.add"),
     ("next_site_quantised", "site_kernel", "ld.acquire.gpu"),
 ]

@@ -72,8 +72,8 @@ def _resolve_for_sm100(pipeline):
 
 def _take_any_logits(finite_logits):
     """Nothing computes them, so they may be NaN, which would fail the request."""
-    find = finite_logits.zero_rows_not_finite
-    finite_logits.zero_rows_not_finite = lambda logits: find(logits.zero_())
+    choose = finite_logits.choose
+    finite_logits.choose = lambda logits: choose(logits.zero_())
 
 
 def _launch_nothing(model):

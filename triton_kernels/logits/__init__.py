@@ -1,0 +1,1 @@
+"""What follows the LM head: a greedy token of each row of logits."""
