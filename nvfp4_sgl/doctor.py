@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from nvfp4_sgl import __version__
 from nvfp4_sgl.arguments import add_checkpoint, add_json, named_here, print_json
 from nvfp4_sgl.checkpoint.beside import check_beside
+from nvfp4_sgl.checkpoint.drafts import DRAFTS
 from nvfp4_sgl.checkpoint.verified import holds_weights, verify
 from nvfp4_sgl.config import require_checkpoint
 from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
@@ -27,6 +28,7 @@ from nvfp4_sgl.memory import plan as plans
 from nvfp4_sgl.memory.plan import ServerFlags
 from nvfp4_sgl.plugin import is_disabled
 from nvfp4_sgl.process_exit import DISABLE_VARIABLE
+from nvfp4_sgl.serving.drafts import checks
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.targets import choose
 from nvfp4_sgl.targets.requirements import check_target
@@ -35,6 +37,7 @@ from nvfp4_sgl.terminal import fitted
 from nvfp4_sgl.weights.parallel import TensorParallel
 
 if TYPE_CHECKING:
+    from nvfp4_sgl.checkpoint.drafts import Draft
     from nvfp4_sgl.checkpoint.verified import Verified
     from nvfp4_sgl.ops.modes import ActivationMode
     from nvfp4_sgl.targets.choose import Choice
@@ -78,6 +81,7 @@ class Report:
     Attributes:
         target: this machine's. described_target: whose boundaries, modes and note are told: the plan's, or else this
             machine's.
+        draft: what the checkpoint bundles for drafting, and the flag that uses it; empty if nothing.
     """
 
     nvfp4_sgl: str = __version__
@@ -95,6 +99,7 @@ class Report:
     entry_points: list[EntryPointState] = field(default_factory=list)
     checkpoint: dict[str, Any] | None = None
     checkpoint_table: str = ""
+    draft: str = ""
     memory: dict[str, Any] | None = None
     memory_lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -239,6 +244,7 @@ def examine_checkpoint(report: Report, directory: Path, plan: ServerFlags) -> No
     weights = f"none here; counted by config.json, {summary.format}" if verified.is_dummy else verified.describe()
     report.checkpoint = {"directory": str(directory), "format": summary.format, "weights": weights}
     report.checkpoint_table = summary.table()
+    draft = examine_draft(report, verified, plan)
     if chosen := plan.target or report.target:
         mode = None
         try:
@@ -247,11 +253,41 @@ def examine_checkpoint(report: Report, directory: Path, plan: ServerFlags) -> No
         except Nvfp4SglError as error:
             report.problems.append(f"checkpoint: {error}")
         fill_in(report, choose.choose(chosen, mode))
-        examine_memory(report, verified, chosen, plan, mode)
+        examine_memory(report, verified, chosen, plan, mode, draft)
+
+
+def examine_draft(report: Report, verified: Verified, plan: ServerFlags) -> Draft | None:
+    """Say what is bundled for drafting, and check that ``plan`` can have it; the draft of a server of ``plan``."""
+    flags = {f"speculative_{name}": None for name in ("draft_model_path", "eagle_topk", "num_draft_tokens")}
+    given: dict[str, Any] = flags | {
+        "speculative_algorithm": plan.algorithm,
+        "speculative_num_steps": plan.steps,
+        "model_path": verified.inventory.directory,
+        "tp_size": plan.ranks,
+    }
+    draft, chosen = None, plan.target or report.target
+    try:
+        draft = verified.draft()
+        report.draft = "" if draft is None else draft.describe()
+        checks.check_flags(given)
+        if chosen:
+            checks.check_draft(given, verified, chosen, {})
+    except Nvfp4SglError as error:
+        if plan.algorithm is None and plan.steps is None:
+            report.draft = f"not usable: {error}"
+        else:
+            report.problems.append(f"draft: {error}")
+    is_wanted = draft is not None and plan.algorithm is not None and draft.kind is DRAFTS[plan.algorithm]
+    return draft if is_wanted else None
 
 
 def examine_memory(
-    report: Report, verified: Verified, target: str, plan: ServerFlags, mode: ActivationMode | None
+    report: Report,
+    verified: Verified,
+    target: str,
+    plan: ServerFlags,
+    mode: ActivationMode | None,
+    draft: Draft | None = None,
 ) -> None:
     """Forecast the memory of a rank on ``target``.
 
@@ -265,7 +301,7 @@ def examine_memory(
         available = int(plan.gpu_memory * 2**30)
     elif target == report.target:
         available = free.free_bytes(plan.ranks)
-    found = forecast.forecast(verified, target, plan.setting(target, verified.config), available, mode)
+    found = forecast.forecast(verified, target, plan.setting(target, verified.config, draft), available, mode)
     shortage = found.shortage()
     report.memory, report.memory_lines = found.as_json() | {"fits": found.fits}, found.lines()
     if shortage is not None:
@@ -292,6 +328,7 @@ def render(report: Report) -> str:
     if report.checkpoint is not None:
         lines += ["", f"Checkpoint {report.checkpoint['directory']}", f"weights: {report.checkpoint['weights']}"]
         lines += [report.checkpoint_table]
+        lines += [f"draft: {report.draft}"] if report.draft else []
     if report.memory is not None:
         lines += ["", f"Memory of a rank, --tp {report.memory['setting']['ranks']}, a forecast"]
         lines += [f"  {line}" for line in report.memory_lines]

@@ -8,6 +8,8 @@ REQUESTS, CHUNK = 256, 8192
 """``--max-running-requests`` and ``--chunked-prefill-size``."""
 FRACTION = 0.85
 """A ``--mem-fraction-static`` like those that it chooses."""
+DRAFT_STEPS = 3
+"""``--speculative-num-steps`` of an MTP draft."""
 PACKED_SWA_RATIO = 0.1
 """``--swa-full-tokens-ratio``."""
 

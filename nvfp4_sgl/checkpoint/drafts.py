@@ -1,6 +1,6 @@
 """The draft that a checkpoint bundles under ``mtp.``: which kind it is, and whether its tensors are complete.
 
-A server leaves it out; ``inspect`` and the references of drafts read it.
+A server leaves it out unless ``--speculative-algorithm`` asks for it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvfp4_sgl.checkpoint.inventory import Inventory
-from nvfp4_sgl.checkpoint.names import DRAFT_COPIES, MTP_PREFIX, TensorSpec, dspark_specs, mtp_specs
+from nvfp4_sgl.checkpoint.names import CONFIDENCE, DRAFT_COPIES, MTP_PREFIX, TensorSpec, dspark_specs, mtp_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.config_fields import DSPARK
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import CheckpointError
 
 
-class DraftKind(enum.Enum):
+class DraftKind(enum.StrEnum):
     """The kinds of drafts; each has a tensor of ``mtp.0`` that the other lacks."""
 
     MTP = "MTP"
     DSPARK = "DSpark"
+
+    @property
+    def algorithm(self) -> str:
+        """The value of ``--speculative-algorithm`` that asks for it."""
+        return next(name for name, kind in DRAFTS.items() if kind is self)
 
     @property
     def mark(self) -> str:
@@ -30,16 +36,42 @@ class DraftKind(enum.Enum):
         return f"{MTP_PREFIX}0.{'e_proj' if self is DraftKind.MTP else 'main_proj'}"
 
 
+DRAFTS = {"EAGLE": DraftKind.MTP, "NEXTN": DraftKind.MTP, "DSPARK": DraftKind.DSPARK}
+"""Values of ``--speculative-algorithm``, in capitals, and the draft that each needs."""
+
+
 @dataclass(frozen=True)
 class Draft:
     """A complete draft.
 
     Attributes:
-        storages: what each of its matrices is stored as, by stem.
+        specs: its tensors, by stem or name. storages: what each of its matrices is stored as, by stem.
+        stages: blocks. block: tokens that DSpark drafts at once; ``None`` for MTP, whose steps a flag counts.
+        tensors, nbytes: of all that is stored.
+        not_read: names of the tensors that no server reads: DSpark's confidence head, copies of embedding and head.
     """
 
     kind: DraftKind
+    specs: Mapping[str, TensorSpec]
     storages: Mapping[str, Storage]
+    stages: int
+    block: int | None
+    tensors: int
+    nbytes: int
+    not_read: tuple[str, ...]
+
+    @property
+    def projections(self) -> list[TensorSpec]:
+        """The matrices in front of the blocks: MTP's e_proj and h_proj, DSpark's main_proj."""
+        return [spec for spec in self.specs.values() if spec.role.is_matrix and spec.name.count(".") == 2]
+
+    def describe(self) -> str:
+        """Kind, size and flag, in words."""
+        shape = "one block" if self.block is None else f"stages {self.stages}, tokens at once {self.block}"
+        words = f"{self.kind}, {shape}: {self.tensors} tensors, {self.nbytes / 1e6:,.2f} MB"
+        if self.not_read:
+            words += f" ({', '.join(self.not_read)} not read)"
+        return f"{words}, for --speculative-algorithm {self.kind.algorithm}"
 
 
 def draft_kind(inventory: Inventory) -> DraftKind | None:
@@ -56,6 +88,13 @@ def draft_kind(inventory: Inventory) -> DraftKind | None:
         seen = " and ".join(f"'{kind.mark}'" for kind in found) or "neither"
         raise CheckpointError(f"{inventory.directory}: draft: expected {marks}, found {seen}; fetch the files again")
     return found[0]
+
+
+def claimed_kind(raw: Mapping[str, Any]) -> DraftKind | None:
+    """The kind of the draft that config.json speaks of, ``None`` if it speaks of none."""
+    if any(field.startswith(DSPARK) for field in raw):
+        return DraftKind.DSPARK
+    return DraftKind.MTP if raw.get("num_nextn_predict_layers") else None
 
 
 def draft_specs(kind: DraftKind, raw: Mapping[str, Any], config: ModelConfig) -> dict[str, TensorSpec]:
@@ -79,5 +118,27 @@ def verify_draft(inventory: Inventory, raw: Mapping[str, Any], config: ModelConf
     kind = draft_kind(inventory)
     if kind is None:
         return None
-    names = [name for name in inventory.entries if name.startswith(MTP_PREFIX) and not DRAFT_COPIES.match(name)]
-    return Draft(kind, inventory.verify_part(draft_specs(kind, raw, config).values(), names))
+    sizes = {name: entry.nbytes for name, entry in inventory.entries.items() if name.startswith(MTP_PREFIX)}
+    names = [name for name in sizes if not DRAFT_COPIES.match(name)]
+    storages = inventory.verify_part(draft_specs(kind, raw, config).values(), names)
+    return draft_of(kind, raw, config, storages, sizes)
+
+
+def draft_of(
+    kind: DraftKind,
+    raw: Mapping[str, Any],
+    config: ModelConfig,
+    storages: Mapping[str, Storage],
+    sizes: Mapping[str, int],
+) -> Draft:
+    """A draft whose matrices are in ``storages``, and whose tensors take as many bytes as ``sizes`` says by name.
+
+    Raises:
+        ConfigError: as :func:`draft_specs`.
+    """
+    specs, stages, block = draft_specs(kind, raw, config), 1, None
+    if kind is DraftKind.DSPARK:
+        dspark = DsparkConfig.parse(raw, config)
+        stages, block = dspark.stages, dspark.block
+    not_read = tuple(name for name in sizes if DRAFT_COPIES.match(name) or name.endswith(CONFIDENCE))
+    return Draft(kind, specs, storages, stages, block, len(sizes), sum(sizes.values()), not_read)

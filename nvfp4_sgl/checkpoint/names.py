@@ -20,6 +20,8 @@ DRAFT_COPIES = re.compile(rf"{re.escape(MTP_PREFIX)}\d+\.(emb|head)\.")
 """Copies of the decoder's embedding and head that some releases have beside an MTP block; not read."""
 MARKOV = ("markov_w1", "markov_w2")
 """DSpark's low-rank bias of logits by the token before."""
+CONFIDENCE = ".confidence_head.proj.weight"
+"""End of the name of DSpark's estimate of acceptance, which a server does not ask."""
 
 
 class Role(enum.Enum):
@@ -92,7 +94,7 @@ def dspark_specs(config: ModelConfig, dspark: DsparkConfig) -> dict[str, TensorS
         TensorSpec(f"{last}.norm.weight", (d,), Role.PLAIN),
         *_hyper_head(config, f"{last}.hc_head"),
         *(TensorSpec(f"{last}.markov_head.{name}.weight", embedding, Role.PLAIN) for name in MARKOV),
-        TensorSpec(f"{last}.confidence_head.proj.weight", (1, d + dspark.markov_rank), Role.PLAIN),
+        TensorSpec(f"{last}{CONFIDENCE}", (1, d + dspark.markov_rank), Role.PLAIN),
     ]
     return {spec.name: spec for spec in specs}
 

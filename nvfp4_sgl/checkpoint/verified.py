@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nvfp4_sgl.checkpoint.drafts import Draft, verify_draft
 from nvfp4_sgl.checkpoint.inventory import INDEX, Inventory
 from nvfp4_sgl.checkpoint.quantization import check_manifest, check_quantization_config
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
@@ -42,6 +43,14 @@ class Verified:
         from nvfp4_sgl.checkpoint.reader import reader_for
 
         return reader_for(self.inventory, device, say)
+
+    def draft(self) -> Draft | None:
+        """The draft that is bundled, ``None`` if there is none.
+
+        Raises:
+            CheckpointError, ConfigError: it is not complete, as :func:`verify_draft` says.
+        """
+        return verify_draft(self.inventory, self.raw, self.config)
 
     def describe(self) -> str:
         """The source of the weights, in words."""

@@ -18,7 +18,7 @@ from nvfp4_sgl.memory.pools import (
     least_tokens,
 )
 from nvfp4_sgl.memory.setting import Setting
-from nvfp4_sgl.memory.weights import weight_bytes
+from nvfp4_sgl.memory.weights import draft_weight_bytes, weight_bytes
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.target import Descriptor, descriptor
 
@@ -160,11 +160,15 @@ def forecast(
     config = verified.config
     storage = verified.inventory.storage
     weights = weight_bytes(config, storage, target, setting.owner, setting.dtype_bytes, mode, stage)
-    server = bytes_per_server(config, setting.requests, setting.context, stage, setting.rings)
+    sizes = (setting.requests, setting.context)
+    server = bytes_per_server(config, *sizes, stage, setting.rings, setting.round_tokens)
     token = bytes_per_token(config, setting.row_bytes, setting.swa_ratio, stage, setting.rings)
-    if setting.drafted:
-        weights["draft"] = verified.summary.skipped_bytes
-        token["draft"] = draft_bytes_per_token(token, len(config.stage(stage)))
+    if setting.draft is not None:
+        draft, layers = verified.draft(), len(config.stage(stage))
+        assert draft is not None and draft.kind is setting.draft, "what a server has checked before"
+        weights["draft"] = draft_weight_bytes(config, draft, target, setting.owner, mode)
+        rows = (setting.row_bytes, setting.swa_ratio)
+        token["draft"] = draft_bytes_per_token(config, token, *rows, stages=draft.stages, layers=layers)
     tokens = None
     if free is not None:
         left = free * setting.fraction - sum(weights.values()) - sum(server.values())

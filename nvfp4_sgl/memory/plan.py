@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nvfp4_sgl.arguments import add_ranks, add_target, whole_number
+from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
+from nvfp4_sgl.checkpoint.drafts import DRAFTS, Draft
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.memory.setting import Setting
-from nvfp4_sgl.sglang_defaults import CHUNK, CPU_DEFAULTS, CPU_SWA_RATIO, FRACTION, PACKED_SWA_RATIO, REQUESTS
+from nvfp4_sgl.sglang_defaults import (
+    CHUNK,
+    CPU_DEFAULTS,
+    CPU_SWA_RATIO,
+    DRAFT_STEPS,
+    FRACTION,
+    PACKED_SWA_RATIO,
+    REQUESTS,
+)
 from nvfp4_sgl.targets.target import descriptor
 
 if TYPE_CHECKING:
@@ -32,6 +42,7 @@ class ServerFlags:
         gpu_memory: GiB that are free on each GPU before the server starts.
         requests, context, fraction, kv_cache_dtype: ``--max-running-requests``, ``--context-length``,
             ``--mem-fraction-static``, ``--kv-cache-dtype``.
+        algorithm, steps: ``--speculative-algorithm``, ``--speculative-num-steps``.
     """
 
     ranks: int = 1
@@ -41,9 +52,14 @@ class ServerFlags:
     context: int | None = None
     fraction: float | None = None
     kv_cache_dtype: str = "auto"
+    algorithm: str | None = None
+    steps: int | None = None
 
-    def setting(self, target: str, config: ModelConfig) -> Setting:
+    def setting(self, target: str, config: ModelConfig, draft: Draft | None = None) -> Setting:
         """The forecast's setting on ``target``.
+
+        Args:
+            draft: what :attr:`algorithm` drafts with.
 
         Raises:
             ConfigError: a flag that ``target`` or the model does not take, with what it takes.
@@ -56,8 +72,13 @@ class ServerFlags:
             raise ConfigError(
                 f"--context-length {self.context}: expected 1 to {longest}, config.json's max_position_embeddings"
             )
-        if not descriptor(target).on_gpu:
-            return self._on_cpu(longest)
+        setting = self._on_gpu(longest) if descriptor(target).on_gpu else self._on_cpu(longest)
+        if draft is None:
+            return setting
+        guesses = draft.block or self.steps or DRAFT_STEPS
+        return replace(setting, draft=draft.kind, round_tokens=guesses + 1)
+
+    def _on_gpu(self, longest: int) -> Setting:
         return Setting(
             self.ranks,
             requests=self.requests or REQUESTS,
@@ -119,6 +140,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"share of free memory that weights and pools may take (default: {FRACTION} on a GPU)",
     )
     group.add_argument("--kv-cache-dtype", default="auto", metavar="DTYPE", help="dtype of cache rows (default: auto)")
+    group.add_argument(
+        "--speculative-algorithm",
+        type=str.upper,
+        choices=DRAFTS,
+        dest="algorithm",
+        help="draft with what DIR bundles (default: nothing is drafted)",
+    )
+    group.add_argument(
+        "--speculative-num-steps",
+        type=whole_number(DRAFTED_TOKENS - 1),
+        metavar="N",
+        dest="steps",
+        help=f"guesses of a round, of MTP (default: {DRAFT_STEPS})",
+    )
 
 
 def from_arguments(args: argparse.Namespace) -> ServerFlags:
@@ -131,6 +166,8 @@ def from_arguments(args: argparse.Namespace) -> ServerFlags:
         context=args.context,
         fraction=args.fraction,
         kv_cache_dtype=args.kv_cache_dtype,
+        algorithm=args.algorithm,
+        steps=args.steps,
     )
 
 

@@ -16,7 +16,7 @@ from nvfp4_sgl.formats import index_entry, kv_entry
 STATE_BYTES = 4
 """An element of a compressor's state: fp32."""
 TABLE_MARGIN = 4
-"""Columns of the table of slots beyond the context length."""
+"""Columns of the table of slots beyond the context length, where nothing is drafted."""
 
 LEAST_WINDOW_TOKENS = 4 * PAGE_TOKENS
 """The smallest window pool in which a prompt that goes on from a cached prefix always runs, page by page
@@ -68,24 +68,48 @@ def bytes_per_token(
     }
 
 
-def draft_bytes_per_token(token: Mapping[str, float], layers: int) -> float:
-    """Bytes that SGLang takes for a draft: a layer's share of ``token``, which is :func:`bytes_per_token`'s."""
-    return sum(token.values()) / layers
+def draft_bytes_per_token(
+    config: ModelConfig, token: Mapping[str, float], row_bytes: int | None, swa_ratio: float, stages: int, layers: int
+) -> float:
+    """Bytes of a draft that each token of capacity takes: window rows of each stage.
+
+    SGLang leaves a layer's share of ``token`` for them, whatever they take; where that is more, it counts.
+
+    Args:
+        token: as of :func:`bytes_per_token`, of ``layers``. row_bytes, swa_ratio: as there.
+        stages: blocks of the draft.
+    """
+    return max(swa_ratio * stages * _row(config, row_bytes, PAGE_TOKENS), sum(token.values()) / layers)
+
+
+def table_margin(round_tokens: int) -> int:
+    """Columns of the table of slots beyond the context length: two rounds ahead, in whole pages.
+
+    Args:
+        round_tokens: of a verify pass; 0 where nothing is drafted.
+    """
+    return TABLE_MARGIN if round_tokens == 0 else max(TABLE_MARGIN + round_tokens, 2 * round_tokens + PAGE_TOKENS - 1)
 
 
 def bytes_per_server(
-    config: ModelConfig, requests: int, context: int, stage: range | None = None, rings: Rings = STATE_RING
+    config: ModelConfig,
+    requests: int,
+    context: int,
+    stage: range | None = None,
+    rings: Rings = STATE_RING,
+    round_tokens: int = 0,
 ) -> dict[str, int]:
     """Bytes that do not depend on the number of tokens.
 
     Args:
         requests: that run at once. context: tokens of the longest. stage, rings: as of :func:`bytes_per_token`.
+        round_tokens: as of :func:`table_margin`.
     """
     ring, hca = rings[128], sum(layer.kind is LayerKind.HCA for layer in config.layers(stage))
     rows = -(-((requests + 1) * ring + ring + 1) // 128) * 128
     return {
         "ratio-128 states": hca * rows * 2 * config.head_dim * STATE_BYTES,
-        "table of slots": (requests + 1) * (context + TABLE_MARGIN) * 4,
+        "table of slots": (requests + 1) * (context + table_margin(round_tokens)) * 4,
     }
 
 

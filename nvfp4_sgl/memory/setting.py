@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING, Rings
+from nvfp4_sgl.checkpoint.drafts import DraftKind
 from nvfp4_sgl.weights.parallel import Ownership
 
 
@@ -22,7 +23,8 @@ class Setting:
         most_tokens: ``--max-total-tokens``; ``None`` for as many as fit.
         window_by_ratio: whether ``swa_ratio`` says how large the window pool is. Without that flag SGLang sizes it by
             ``--max-running-requests`` if that is given, and finds room for chunks itself.
-        drafted: whether an MTP draft is served beside the model.
+        draft: the kind of the draft that is served beside the model, if one is.
+        round_tokens: ``--speculative-num-draft-tokens``, tokens of a verify pass; 0 without a draft.
     """
 
     ranks: int
@@ -35,12 +37,13 @@ class Setting:
     fraction: float
     most_tokens: int | None = None
     window_by_ratio: bool = True
-    drafted: bool = False
+    draft: DraftKind | None = None
+    round_tokens: int = 0
 
     @property
     def rings(self) -> Rings:
         """Rows of the compressors' state rings."""
-        return DRAFTED_STATE_RING if self.drafted else STATE_RING
+        return STATE_RING if self.draft is None else DRAFTED_STATE_RING
 
     @property
     def owner(self) -> Ownership:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from math import prod
 
-from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
+from nvfp4_sgl.checkpoint.drafts import Draft
+from nvfp4_sgl.checkpoint.names import CONFIDENCE, Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.ops.modes import ActivationMode
@@ -13,6 +15,8 @@ from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.weights.gemms import Part
 from nvfp4_sgl.weights.parallel import Ownership
 
+FINAL_NORM = re.compile(r"(mtp\.\d+\.)?norm\.weight")
+"""The norm in front of the LM head, of the model or of a draft."""
 VOCABULARY_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it over ranks."""
 
@@ -59,6 +63,24 @@ def weight_bytes(
     }
 
 
+def draft_weight_bytes(
+    config: ModelConfig, draft: Draft, target: str, owner: Ownership, mode: ActivationMode | None = None
+) -> int:
+    """Bytes of a draft on the rank that is ``owner``. Embedding and LM head are the model's.
+
+    Args:
+        mode: as of :func:`weight_bytes`.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    chosen, heads = descriptor(target, mode), len(owner.heads(config))
+    storage = draft.storages.__getitem__
+    gemms = chosen.draft_gemms(config, draft.projections, draft.stages, owner, storage)
+    others = (_other_bytes(spec, heads, on_gpu=chosen.on_gpu) for spec in draft.specs.values())
+    return sum(chosen.gemm_bytes(gemm, storage) for gemm in gemms) + sum(others)
+
+
 def _is_of(spec: TensorSpec, layers: range, config: ModelConfig) -> bool:
     """Whether a tensor belongs to a stage."""
     first, _, rest = spec.name.partition(".")
@@ -73,7 +95,7 @@ def _other_bytes(spec: TensorSpec, heads: int, *, on_gpu: bool) -> int:
     GPUs keep mHC's matrices as three bf16 parts.
     """
     name = spec.name
-    if spec.role.is_matrix or name in ("embed.weight", "head.weight"):
+    if spec.role.is_matrix or name in ("embed.weight", "head.weight") or name.endswith(CONFIDENCE):
         return 0
     elements = prod(spec.shape)
     if spec.role is Role.TID2EID:
@@ -82,6 +104,6 @@ def _other_bytes(spec: TensorSpec, heads: int, *, on_gpu: bool) -> int:
         if name.endswith(".attn_sink"):
             return 4 * heads
         return (6 if name.endswith("_fn") and on_gpu else 4) * elements
-    if name.endswith((".attn_norm.weight", ".ffn_norm.weight")) or name == "norm.weight":
+    if name.endswith((".attn_norm.weight", ".ffn_norm.weight")) or FINAL_NORM.fullmatch(name):
         return (4 if on_gpu else 2) * elements
     return (4 if not on_gpu and name.endswith(".weights_proj.weight") else 2) * elements

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvfp4_sgl.checkpoint.classes import MatrixClass
-from nvfp4_sgl.checkpoint.drafts import verify_draft
+from nvfp4_sgl.checkpoint.drafts import Draft
 from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
@@ -36,13 +36,14 @@ class Inspection:
         refused: by target, why a server would not load it there; ``None`` if it would. One rank.
         scan: of its values; ``None`` if they were not read.
         checksums: what differs from the manifest of a conversion; ``None`` if nothing was held against it.
-        draft_problem: why the draft that is bundled could not be used; ``None`` if it could. A server leaves it out.
+        draft: what is bundled for drafting; ``None`` if nothing, or if ``draft_problem`` says why it cannot be used.
     """
 
     verified: Verified
     refused: dict[str, str | None]
     scan: Scan | None = None
     checksums: list[str] | None = None
+    draft: Draft | None = None
     draft_problem: str | None = None
 
     @property
@@ -67,14 +68,23 @@ class Inspection:
     def as_json(self) -> dict[str, Any]:
         """The report as an object that JSON can hold."""
         summary = self.verified.summary
-        draft = {"kind": summary.draft, "tensors": summary.skipped, "bytes": summary.skipped_bytes}
-        draft["complete"] = self.draft_problem is None
+        draft = self.draft
+        bundled = {
+            "kind": summary.draft,
+            "tensors": summary.skipped,
+            "bytes": summary.skipped_bytes,
+            "complete": self.draft_problem is None,
+            "algorithm": draft and draft.kind.algorithm,
+            "stages": draft and draft.stages,
+            "block": draft and draft.block,
+            "not_read": list(draft.not_read) if draft else [],
+        }
         return {
             "directory": str(summary.directory),
             "format": summary.format,
             "tensors": len(self.verified.inventory.entries) - summary.skipped,
             "bytes": summary.nbytes,
-            "draft": draft if summary.skipped else None,
+            "draft": bundled if summary.skipped else None,
             "matrices": _matrices(self.verified),
             "others": [
                 {"role": role.value, "tensors": summary.count(role), "bytes": summary.nbytes_of(role)}
@@ -99,12 +109,17 @@ class Inspection:
         lines = [self.verified.summary.table()]
         for target, reason in self.refused.items():
             lines.append(f"{target:<17}{'serves it' if reason is None else f'refuses it: {reason}'}")
+        lines += self.draft_lines()
         if self.scan is not None:
             lines += _value_lines(self.scan)
         if self.checksums == []:
             lines.append(f"checksums: all {len(self.verified.inventory.entries)} tensors match")
         lines += finding_lines(self.problems, self.notes)
         return [*lines, f"{self.verified.inventory.directory}: {self._verdict()}"]
+
+    def draft_lines(self) -> list[str]:
+        """The draft in a line, if one is there and complete."""
+        return [] if self.draft is None else [f"{'draft':<17}{self.draft.describe()}"]
 
     def _verdict(self) -> str:
         if self.problems:
@@ -126,13 +141,13 @@ def inspect(verified: Verified, scan: Scan | None = None, checksums: list[str] |
             refused[target] = None
         except Nvfp4SglError as error:
             refused[target] = str(error).removeprefix(f"target {target}: ")
-    problem = None
+    draft, problem = None, None
     if not verified.is_dummy:
         try:
-            verify_draft(verified.inventory, verified.raw, verified.config)
+            draft = verified.draft()
         except Nvfp4SglError as error:
             problem = str(error)
-    return Inspection(verified, refused, scan, checksums, problem)
+    return Inspection(verified, refused, scan, checksums, draft, problem)
 
 
 def broken_as_json(directory: object, error: Nvfp4SglError) -> dict[str, Any]:

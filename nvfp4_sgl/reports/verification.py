@@ -111,7 +111,7 @@ class Verification:
         if self.comparison is not None:
             lines += [*table(self.class_rows(), left=2), "", *self._tensor_lines(self.comparison)]
         if self.inspection is not None:
-            lines.append(self._checksums(self.inspection.checksums))
+            lines += [*self.inspection.draft_lines(), self._checksums(self.inspection.checksums)]
         return [*lines, *finding_lines(self.problems, notes), f"{self.directory}: {self.verdict()}"]
 
     def class_rows(self) -> list[tuple[str, ...]]:

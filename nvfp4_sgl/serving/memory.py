@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nvfp4_sgl.checkpoint.drafts import DRAFTS
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.memory.forecast import Forecast, forecast
 from nvfp4_sgl.memory.setting import Setting
@@ -26,6 +27,7 @@ def forecast_here(verified: Verified, choice: Choice, context: int) -> Forecast:
     ranks, dtype = parallel.tp_size(), torch.get_default_dtype()
     asked_for = settings.given_arguments(settings.served_arguments())["kv_cache_dtype"]
     row_dtype = kv_pool.row_dtype(settings.resolved("kv_cache_dtype"), asked_for, dtype)
+    algorithm = settings.draft_algorithm()
     setting = Setting(
         ranks=ranks,
         requests=int(settings.resolved("max_running_requests")),
@@ -37,7 +39,8 @@ def forecast_here(verified: Verified, choice: Choice, context: int) -> Forecast:
         fraction=float(settings.resolved("mem_fraction_static")),
         most_tokens=settings.resolved("max_total_tokens"),
         window_by_ratio=settings.sizes_window_by_ratio(),
-        drafted=settings.draft_algorithm() is not None,
+        draft=None if algorithm is None else DRAFTS[algorithm.upper()],
+        round_tokens=settings.round_tokens(),
     )
     found = forecast(verified, choice.target, setting, free_bytes(ranks), choice.mode)
     found.check()

@@ -14,13 +14,18 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError
 
 
-def claimed_storages(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Storage]:
+def claimed_storages(
+    raw: Mapping[str, Any], config: ModelConfig, tensors: Mapping[str, TensorSpec] | None = None
+) -> dict[str, Storage]:
     """Storage of every matrix by its stem: NVFP4, unless ``quantization_config`` says another.
+
+    Args:
+        tensors: the decoder's unless given.
 
     Raises:
         ConfigError: words that are not understood, or that contradict each other; or compressed-tensors.
     """
-    specs = [spec for spec in tensor_specs(config).values() if spec.role.is_matrix]
+    specs = [spec for spec in (tensors or tensor_specs(config)).values() if spec.role.is_matrix]
     quantization = raw.get("quantization_config")
     if quantization is None:
         return {spec.name: Storage.NVFP4 for spec in specs}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nvfp4_sgl.checkpoint.drafts import Draft, claimed_kind, draft_of, draft_specs
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.overrides import FLAG, completed
@@ -38,6 +39,20 @@ class RandomWeights(Verified):
         from nvfp4_sgl.synthetic.dummy import DummyReader
 
         return DummyReader(self.inventory, device, say=say)
+
+    def draft(self) -> Draft | None:
+        """The draft that config.json speaks of, in the storages that it claims; no values are drawn.
+
+        Raises:
+            ConfigError: DSpark's fields are absent or wrong.
+        """
+        kind = claimed_kind(self.raw)
+        if kind is None:
+            return None
+        specs = draft_specs(kind, self.raw, self.config)
+        storages = claimed_storages(self.raw, self.config, specs)
+        sizes = {entry.name: entry.nbytes for entry in _all_entries(specs, storages)}
+        return draft_of(kind, self.raw, self.config, storages, sizes)
 
     def describe(self) -> str:
         """The weights' origin, in words."""
@@ -73,13 +88,12 @@ def dummy_inventory(raw: Mapping[str, Any], config: ModelConfig, directory: Path
     Raises:
         ConfigError: of :func:`claimed_storages`.
     """
-    storages = claimed_storages(raw, config)
-    entries = {
-        entry.name: entry
-        for spec in tensor_specs(config).values()
-        for entry in _entries(spec, storages.get(spec.name, Storage.PLAIN))
-    }
-    return Inventory(directory, entries)
+    entries = _all_entries(tensor_specs(config), claimed_storages(raw, config))
+    return Inventory(directory, {entry.name: entry for entry in entries})
+
+
+def _all_entries(specs: Mapping[str, TensorSpec], storages: Mapping[str, Storage]) -> list[Entry]:
+    return [entry for spec in specs.values() for entry in _entries(spec, storages.get(spec.name, Storage.PLAIN))]
 
 
 def _entries(spec: TensorSpec, storage: Storage) -> Iterator[Entry]:

@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from nvfp4_sgl.checkpoint.names import TensorSpec
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.arrival import Arrival
-from nvfp4_sgl.weights.gemms import BY_KIND, TOGETHER, GemmSpec, MergeRule, Operands, launched_gemms
+from nvfp4_sgl.weights.gemms import (
+    BY_KIND,
+    TOGETHER,
+    GemmSpec,
+    MergeRule,
+    Operands,
+    OperandsOf,
+    draft_gemms,
+    launched_gemms,
+)
 from nvfp4_sgl.weights.parallel import Ownership
 
 if TYPE_CHECKING:
@@ -105,7 +115,16 @@ class Descriptor:
         Raises:
             ConfigError: the model cannot be split so.
         """
-        return launched_gemms(config, owner, lambda stem: self.operands_of(storage(stem)), self.merge, stage)
+        return launched_gemms(config, owner, self._operands_by(storage), self.merge, stage)
+
+    def draft_gemms(
+        self, config: ModelConfig, projections: Sequence[TensorSpec], stages: int, owner: Ownership, storage: StorageOf
+    ) -> list[GemmSpec]:
+        """The same of a draft, as of :func:`nvfp4_sgl.weights.gemms.draft_gemms`."""
+        return draft_gemms(config, projections, stages, owner, self._operands_by(storage), self.merge)
+
+    def _operands_by(self, storage: StorageOf) -> OperandsOf:
+        return lambda stem: self.operands_of(storage(stem))
 
 
 def _imported(where: str) -> Any:

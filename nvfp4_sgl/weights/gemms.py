@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nvfp4_sgl.checkpoint.names import attention_specs
+from nvfp4_sgl.checkpoint.names import TensorSpec, attention_specs
 from nvfp4_sgl.config import LayerSpec, ModelConfig
 from nvfp4_sgl.weights.layout import ExpertMatrices, attention_matrices, expert_matrices
 from nvfp4_sgl.weights.parallel import ExpertShare, Ownership
@@ -153,6 +153,38 @@ def launched_gemms(
         for part in (_attention, _experts)
         for gemm in part(config, layer, owner, operands, rule)
     ]
+
+
+def draft_gemms(
+    config: ModelConfig,
+    projections: Sequence[TensorSpec],
+    stages: int,
+    owner: Ownership,
+    operands: OperandsOf = all_nvfp4,
+    rule: MergeRule = BY_KIND,
+) -> list[GemmSpec]:
+    """The GEMMs of a draft: of each of its blocks, and of the matrices in front of them.
+
+    Args:
+        projections: these matrices, each of which is a GEMM of its own, whole on every rank.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
+    owner.check(config)
+    before = [_projection(spec, operands(spec.name)) for spec in projections]
+    blocks = [config.draft_layer(index) for index in range(stages)]
+    return before + [
+        gemm
+        for layer in blocks
+        for part in (_attention, _experts)
+        for gemm in part(config, layer, owner, operands, rule)
+    ]
+
+
+def _projection(spec: TensorSpec, operands: Operands) -> GemmSpec:
+    (rows, k), name, shards = spec.shape, spec.name.rpartition(".")[2], (Shard(spec.name),)
+    return GemmSpec(name, rows, k, output="fp32", operands=operands, shards=shards, shard_rows=(rows,))
 
 
 def step_gemms(

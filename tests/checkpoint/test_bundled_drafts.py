@@ -9,20 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from nvfp4_sgl import cli
+from nvfp4_sgl import cli, doctor
 from nvfp4_sgl.checkpoint.drafts import DraftKind, draft_kind, verify_draft
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError
+from nvfp4_sgl.memory.plan import ServerFlags
+from nvfp4_sgl.memory.weights import draft_weight_bytes
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.reports.inspection import inspect
+from nvfp4_sgl.reports.verification import Verification
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat
 from nvfp4_sgl.targets import reference
+from nvfp4_sgl.weights.parallel import Ownership
 from tests.support.damage import change_json, copy_checkpoint
+from tests.support.held import held_bytes
 
 BUNDLING = [format for format in TinyFormat if format is not TinyFormat.COMPRESSED_TENSORS]
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 6}
@@ -51,14 +57,62 @@ def found(verified: Verified) -> Any:
 @pytest.mark.parametrize("draft", KINDS)
 def test_a_draft_is_complete_in_every_format(format: TinyFormat, draft: TinyDraft, written: Any) -> None:
     verified = verify(written(format, draft))
-    assert found(verified).kind is KINDS[draft]
+    bundled = found(verified)
+    assert bundled.kind is KINDS[draft]
     assert inspect(verified).as_json()["draft"]["complete"] is True
     context = Context(verified.reader(), verified.config, reference.boundaries())
+    made: nn.Module
     with torch.no_grad():  # every tensor that the reference reads is there
         if draft is TinyDraft.MTP:
-            MtpDraft(context)
+            made = MtpDraft(context)
         else:
-            DsparkDraft(context, DsparkConfig.parse(verified.raw, verified.config))
+            made = DsparkDraft(context, DsparkConfig.parse(verified.raw, verified.config))
+    assert held_bytes(made) == draft_weight_bytes(verified.config, bundled, "cpu", Ownership())
+
+
+SAID: dict[TinyDraft, tuple[str, dict[str, Any]]] = {
+    TinyDraft.MTP: (
+        "MTP, one block: 47 tensors, 3.37 MB, for --speculative-algorithm EAGLE",
+        {"algorithm": "EAGLE", "stages": 1, "block": None, "not_read": []},
+    ),
+    TinyDraft.DSPARK: (
+        "DSpark, stages 3, tokens at once 5: 126 tensors, 9.70 MB (mtp.2.confidence_head.proj.weight not read), for"
+        " --speculative-algorithm DSPARK",
+        {"algorithm": "DSPARK", "stages": 3, "block": 5, "not_read": ["mtp.2.confidence_head.proj.weight"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("draft", KINDS)
+def test_what_is_bundled_is_said(draft: TinyDraft, written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``inspect``, ``verify`` and ``doctor``, with the flag that drafts with it."""
+    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: "cpu")
+    words, fields = SAID[draft]
+    path = written(TinyFormat.NVFP4_FULL, draft)
+    report = inspect(verify(path))
+    assert f"draft            {words}" in report.lines()
+    assert report.as_json()["draft"].items() >= fields.items()
+    assert f"draft            {words}" in Verification(path, None, report).lines()
+    told = doctor.examine(path)
+    assert not told.problems and told.draft == words and f"draft: {words}" in doctor.render(told)
+    unasked, memory = told.memory, doctor.examine(path, ServerFlags(algorithm=fields["algorithm"])).memory
+    assert unasked and memory and "draft" not in unasked["weights"] and unasked["setting"]["draft"] is None
+    asked = memory["setting"]
+    assert (asked["draft"], asked["round_tokens"]) == (KINDS[draft], (fields["block"] or 3) + 1)
+    verified = verify(path)
+    bundled = found(verified)
+    assert memory["weights"]["draft"] == draft_weight_bytes(verified.config, bundled, "cpu", Ownership())
+    assert memory["token"]["ratio-4 states"] == 2 * unasked["token"]["ratio-4 states"] and memory["token"]["draft"] > 0
+    assert 1.9 < memory["server"]["ratio-128 states"] / unasked["server"]["ratio-128 states"] <= 2
+
+
+def test_a_draft_that_a_planned_server_has_not(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: "cpu")
+    path = written(TinyFormat.NVFP4_FULL, TinyDraft.MTP)
+    (problem,) = doctor.examine(path, ServerFlags(algorithm="DSPARK")).problems
+    assert problem.startswith("draft: --speculative-algorithm DSPARK: expected") and "found a MTP draft" in problem
+    (problem,) = doctor.examine(path, ServerFlags(steps=2)).problems
+    assert problem == "draft: --speculative-num-steps 2: expected --speculative-algorithm, too; add it"
 
 
 def test_none_is_bundled(written: Any) -> None:

@@ -196,7 +196,8 @@ def test_drafts_are_converted_on_request(
         assert ignored == (stem not in chosen), stem
         if listed is not None:
             assert (stem in chosen) == bool({stem, stem.rsplit(".", 2)[0]} & listed.keys()), stem
-    verify(target)
+    draft = verify(target).draft()
+    assert draft is not None and {stem for stem, kind in draft.storages.items() if kind.is_nvfp4} == chosen
 
 
 def test_drafts_that_cannot_be_converted_are_refused(

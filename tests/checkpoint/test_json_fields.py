@@ -67,7 +67,8 @@ def check(section: str, reports: list[dict[str, Any]]) -> None:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("fields")
     for format in ("nvfp4-full", "deepseek", "compressed-tensors"):
-        write_tiny(root / format, format, seed=2, **SIZES)
+        draft = "dspark" if format == "deepseek" else None
+        write_tiny(root / format, format, seed=2, draft=draft, **SIZES)
     write_tiny(root / "longer", "nvfp4-full", seed=2, **(SIZES | {"num_hidden_layers": 4}))
     write_tiny(root / "damaged", "nvfp4-full", seed=2, **SIZES)
     change_tensor(root / "damaged", "layers.0.attn.wq_a.weight_scale", set_byte(0, 0xFF))
@@ -90,4 +91,4 @@ def test_fields_of_verify(reports: dict[str, Path], capsys: pytest.CaptureFixtur
     found = [run(capsys, "verify", reports[a], "--against", reports[b]) for a, b in pairs]
     check("verify", [*found, run(capsys, "verify", reports["nvfp4-full"])])
     inside = [report["inspection"] for report in found]
-    check("inspect", [*inside, run(capsys, "inspect", reports["compressed-tensors"])])
+    check("inspect", [*inside, *(run(capsys, "inspect", reports[name]) for name in ("deepseek", "compressed-tensors"))])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
 
 from nvfp4_sgl import cli
 from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING, Rings
+from nvfp4_sgl.checkpoint import modelopt_words
+from nvfp4_sgl.checkpoint.drafts import Draft, DraftKind
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ModelConfig
@@ -21,20 +22,21 @@ from nvfp4_sgl.memory.pools import (
     LEAST_WINDOW_TOKENS,
     bytes_per_server,
     bytes_per_token,
+    draft_bytes_per_token,
     largest_chunk,
     least_tokens,
 )
 from nvfp4_sgl.memory.setting import Setting
-from nvfp4_sgl.memory.weights import EXPERTS, MATRICES, OTHERS, VOCABULARY, weight_bytes
-from nvfp4_sgl.ops.linear import PreparedWeight
+from nvfp4_sgl.memory.weights import EXPERTS, MATRICES, OTHERS, VOCABULARY, draft_weight_bytes, weight_bytes
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import kv_pool
 from nvfp4_sgl.sglang_defaults import PACKED_SWA_RATIO
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.random_weights import RandomWeights, verify_dummy
 from nvfp4_sgl.synthetic.tiny_config import BASE, TinyFormat, tiny_config
 from nvfp4_sgl.targets.target import modes, words
 from nvfp4_sgl.weights.parallel import Ownership, TensorParallel
+from tests.support.held import held_bytes
 from tests.support.mutation import mutated
 
 GB = 10**9
@@ -183,6 +185,92 @@ def test_pools_as_sglang_sizes_exact_rows(row_bytes: int, rings: Rings) -> None:
     assert server["ratio-128 states"] == sizing._get_c128_state_fixed_bytes(16)
 
 
+# --- drafts -------------------------------------------------------------------------------------------------------
+
+DSPARK = {"dspark_block_size": 5, "dspark_noise_token_id": 128799}
+FLASH_DSPARK = (
+    FLASH
+    | DSPARK
+    | {
+        "compress_ratios": [*FLASH["compress_ratios"], 0, 0],
+        "dspark_markov_rank": 256,
+        "dspark_target_layer_ids": [40, 41, 42],
+    }
+)
+PRO_DSPARK = (
+    PRO
+    | DSPARK
+    | {
+        "compress_ratios": [*PRO["compress_ratios"], 0, 0],
+        "dspark_markov_rank": 512,
+        "dspark_target_layer_ids": [58, 59, 60],
+    }
+)
+
+
+def released(raw: dict[str, Any]) -> Draft:
+    """The draft of a release with that config: experts in MXFP4, other matrices in FP8."""
+    storages = {"expert_dtype": "fp4", "quantization_config": dict(modelopt_words.FP8_BLOCKS)}
+    draft = RandomWeights(raw | storages, ModelConfig.from_dict(raw), None, None).draft()  # type: ignore[arg-type]
+    assert draft is not None
+    return draft
+
+
+def test_dspark_of_flash_as_its_headers_say() -> None:
+    """4705 tensors of 10.863 GB were counted in the headers of the release, 2329 of them scales."""
+    draft = released(FLASH_DSPARK)
+    assert (draft.kind, draft.stages, draft.block, draft.tensors) == (DraftKind.DSPARK, 3, 5, 4705)
+    assert len(draft.storages) == 2329 and draft.nbytes / GB == pytest.approx(10.863, abs=0.001)
+    assert draft.not_read == ("mtp.2.confidence_head.proj.weight",)
+
+
+BLOCKS: Mapping[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
+    "Flash, MTP": (FLASH, (4096, 2048, 256, 64, 1024, 8), 1),
+    "Flash, DSpark": (FLASH_DSPARK, (4096, 2048, 256, 64, 1024, 8), 3),
+    "Pro, MTP": (PRO, (7168, 3072, 384, 128, 1536, 16), 1),
+    "Pro, DSpark": (PRO_DSPARK, (7168, 3072, 384, 128, 1536, 16), 3),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_weights_of_drafts(name: str) -> None:
+    """A block is a window-only layer; MTP has 2 d² in front of it, DSpark 3 d² and twice vocabulary · rank behind."""
+    raw, dimensions, stages = BLOCKS[name]
+    draft, d = released(raw), dimensions[0]
+    experts, matrices = parameters(*(*dimensions, 0, 0, stages))
+    shared = stages * 3 * d * dimensions[1]
+    others = matrices + shared + (2 if stages == 1 else 3) * d * d
+    markov = 0 if stages == 1 else 2 * 129280 * raw["dspark_markov_rank"] * 2
+    assert draft.nbytes == pytest.approx(experts * (0.5 + 1 / 32) + others + markov, rel=3e-3)
+    config = ModelConfig.from_dict(raw)
+    on_hopper = draft_weight_bytes(config, draft, "sm_90a", Ownership())
+    assert on_hopper == pytest.approx((experts + shared) * 0.5625 + (others - shared) + markov, rel=0.05)
+    two = [draft_weight_bytes(config, draft, "sm_90a", Ownership(size=ranks)) for ranks in (1, 2)]
+    assert 0.5 < two[1] / two[0] < 0.6
+
+
+@pytest.mark.parametrize(("raw", "csa", "hca", "plain"), [(FLASH, 21, 20, 12.2), (PRO, 30, 31, 18.7)])
+def test_states_of_drafted_requests(raw: dict[str, Any], csa: int, hca: int, plain: float) -> None:
+    """MB a request: a ring for each HCA layer, one in its page of window rows for each CSA layer. Drafts double it."""
+    config, found = ModelConfig.from_dict(raw), []
+    for rings in (STATE_RING, DRAFTED_STATE_RING):
+        token, more = (bytes_per_token(config, None, 1.0, rings=rings), 2 * 64 - 1)
+        server = [bytes_per_server(config, requests, 0, rings=rings)["ratio-128 states"] for requests in (1, 1 + more)]
+        found.append((server[1] - server[0]) / more + 256 * token["ratio-4 states"])
+        assert found[-1] == pytest.approx(hca * rings[128] * 1024 * 4 + csa * rings[4] * 4 * 640 * 4, rel=0.01)
+    assert found[0] / 1e6 == pytest.approx(plain, abs=0.06) and found[1] / found[0] == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.parametrize(("raw", "kept"), [(FLASH, 180.4), (FLASH_DSPARK, 180.4), (PRO, 181.6)])
+def test_rows_of_drafts(raw: dict[str, Any], kept: float) -> None:
+    """584 bytes, and what pads a page, for each window row of a stage; SGLang keeps a layer's share of all pools."""
+    config, draft = ModelConfig.from_dict(raw), released(raw)
+    token = bytes_per_token(config, None, PACKED_SWA_RATIO, rings=DRAFTED_STATE_RING)
+    sizes: dict[str, Any] = {"stages": draft.stages, "layers": config.num_hidden_layers}
+    assert draft_bytes_per_token(config, {}, None, 1.0, **sizes) == draft.stages * 585
+    assert draft_bytes_per_token(config, token, None, PACKED_SWA_RATIO, **sizes) == pytest.approx(kept, abs=0.1)
+
+
 # --- what a decoder holds -----------------------------------------------------------------------------------------
 
 
@@ -191,21 +279,10 @@ def model(folder: Path, format: TinyFormat = TinyFormat.NVFP4_FULL) -> Verified:
     return verify_dummy(folder)
 
 
-def tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters, and what the reference keeps beside them."""
-    yield from module.parameters()
-    for part in module.modules():
-        for value in vars(part).values():
-            for item in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(item, PreparedWeight):
-                    yield from (tensor for tensor in (item.values, item.alpha) if tensor is not None)
-
-
 def held(verified: Verified, target: str, mode: ActivationMode, ranks: int, layers: range | None = None) -> int:
     parallel = TensorParallel(0, ranks)
     alone = Standalone(verified, target=target, mode=mode, capacity=256, requests=1, parallel=parallel, layers=layers)
-    storages = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors(alone.decoder) if t.numel()}
-    return sum(storages.values())
+    return held_bytes(alone.decoder)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
-from nvfp4_sgl.checkpoint.drafts import DraftKind, draft_kind, verify_draft
+from nvfp4_sgl.checkpoint.drafts import DRAFTS, draft_kind, verify_draft
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.sglang_defaults import DRAFT_STEPS
 from nvfp4_sgl.targets.target import targets
 
-DRAFTS = {"EAGLE": DraftKind.MTP, "NEXTN": DraftKind.MTP, "DSPARK": DraftKind.DSPARK}
-"""Values of ``--speculative-algorithm``, in capitals, and the draft that each needs."""
 SERVED = ("EAGLE", "NEXTN")
 """Those that are served."""
 
@@ -24,8 +23,6 @@ NEED_ALGORITHM = (
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
 )
-DEFAULT_STEPS = 3
-"""``--speculative-num-steps`` unless given, as SGLang has it."""
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
 """Environment variable of SGLang that has as many guesses accepted as it says."""
 
@@ -108,7 +105,7 @@ def declared(given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that follow from the flags: SGLang wants all of them if it is given one, and one name."""
     if given["speculative_algorithm"] is None:
         return {}
-    steps = given["speculative_num_steps"] or DEFAULT_STEPS
+    steps = given["speculative_num_steps"] or DRAFT_STEPS
     return {
         "speculative_algorithm": "EAGLE",
         "speculative_num_steps": steps,

@@ -84,6 +84,11 @@ def draft_steps() -> int:
     return 0 if draft_algorithm() is None else int(resolved("speculative_num_steps"))
 
 
+def round_tokens() -> int:
+    """``--speculative-num-draft-tokens`` as resolved, tokens of a verify pass; 0 if nothing is drafted."""
+    return 0 if draft_algorithm() is None else int(resolved("speculative_num_draft_tokens"))
+
+
 def environment_flag(name: str) -> bool:
     """Whether SGLang takes the environment variable ``name`` as set to true."""
     return bool(getattr(find("envs"), name).get())
