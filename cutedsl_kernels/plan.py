@@ -19,9 +19,8 @@ from .common.clusters import Clusters
 from .common.shape import TOKEN_TILES, Output
 from .compiled import KernelKey
 from .sm90 import choose as hopper
-from .sm90.shape import GATHER_MAX_TILE, GEMM_TOKEN_TILES, max_split
+from .sm90.shape import GATHER_MAX_TILE, GEMM_TOKEN_TILES, WeightKind, max_split
 from .sm90.shape import KernelShape as HopperShape
-from .sm90.shape import Weights as HopperWeights
 from .sm100.choose import (
     MAX_EXPERT_TILE,
     MIN_STAGES,
@@ -34,7 +33,7 @@ from .sm100.choose import (
     gemm_tiles,
     longest_split,
 )
-from .sm100.shape import KernelShape, Operands
+from .sm100.shape import BlockScaledKind, KernelShape
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Pin:
             raise OperandValueError(f"pin: {error}") from None
 
     def shape(
-        self, k: int, token_tile: int, output: Output, *, gated: bool, grouped: bool, operands: Operands = "nvfp4"
+        self, k: int, token_tile: int, output: Output, *, gated: bool, grouped: bool, kind: BlockScaledKind = "nvfp4"
     ) -> KernelShape:
         """The kernel for rows of ``k`` elements that are quantised for ``token_tile``.
 
@@ -75,9 +74,7 @@ class Pin:
             raise OperandValueError(
                 f"token_tile: expected {self.token_tile}, to which plans are pinned, found {token_tile}"
             )
-        shape = KernelShape(
-            self.token_tile, pair=self.pair, gated=gated, grouped=grouped, output=output, operands=operands
-        )
+        shape = KernelShape(self.token_tile, pair=self.pair, gated=gated, grouped=grouped, output=output, operands=kind)
         return replace(shape, split_k=longest_split(k, self.split_k, shape))
 
 
@@ -89,7 +86,7 @@ def plan_gemm(
     token_tile: int,
     output: Output,
     clusters: Clusters,
-    operands: Operands = "nvfp4",
+    kind: BlockScaledKind = "nvfp4",
     *,
     pin: Pin | None = None,
 ) -> KernelShape:
@@ -101,12 +98,12 @@ def plan_gemm(
         token_tile: of the rows' block scales.
         output: what is written.
         clusters: how many clusters the GPU runs at a time.
-        operands: what is multiplied.
+        kind: of operands.
         pin: what all plans have in common; by default they are for speed.
     """
     if pin is not None:
-        return pin.shape(k, token_tile, output, gated=False, grouped=False, operands=operands)
-    return choose_gemm(features, k, rows, groups, output, clusters, token_tile, operands)
+        return pin.shape(k, token_tile, output, gated=False, grouped=False, kind=kind)
+    return choose_gemm(features, k, rows, groups, output, clusters, token_tile, kind)
 
 
 def plan_experts(
@@ -138,14 +135,14 @@ def plan_gated(
     token_tile: int,
     output: Output,
     clusters: Clusters,
-    operands: Operands = "nvfp4",
+    kind: BlockScaledKind = "nvfp4",
     *,
     pin: Pin | None = None,
 ) -> KernelShape:
     """The kernel for the gated GEMM of one expert that all rows visit: an expert kernel without offsets."""
     if pin is not None:
-        return pin.shape(k, token_tile, output, gated=True, grouped=False, operands=operands)
-    return choose_gated(features, k, rows, output, clusters, token_tile, operands)
+        return pin.shape(k, token_tile, output, gated=True, grouped=False, kind=kind)
+    return choose_gated(features, k, rows, output, clusters, token_tile, kind)
 
 
 def plan_w4a16(
@@ -155,7 +152,7 @@ def plan_w4a16(
     groups: int,
     output: Output,
     clusters: Clusters,
-    weights: HopperWeights = "nvfp4",
+    kind: WeightKind = "nvfp4",
     *,
     pin: Pin | None = None,
 ) -> HopperShape:
@@ -166,14 +163,14 @@ def plan_w4a16(
         groups: GEMMs of a block-diagonal one, else 1.
         output: what is written.
         clusters: how many clusters the GPU runs at a time.
-        weights: how they are stored.
+        kind: of weights.
 
     Raises:
         OperandValueError: plans are pinned to pairs, or to a split of K that Hopper has not.
     """
     if pin is not None:
-        return _pinned_hopper(pin, k, output, gated=False, grouped=False, weights=weights)
-    return hopper.choose_gemm(features, k, rows, groups, output, clusters, weights)
+        return _pinned_hopper(pin, k, output, gated=False, grouped=False, kind=kind)
+    return hopper.choose_gemm(features, k, rows, groups, output, clusters, kind)
 
 
 def plan_w4a16_experts(
@@ -214,7 +211,7 @@ def w4a16_gathers(token_tile: int) -> bool:
 
 
 def _pinned_hopper(
-    pin: Pin, k: int, output: Output, gated: bool, grouped: bool, weights: HopperWeights = "nvfp4"
+    pin: Pin, k: int, output: Output, gated: bool, grouped: bool, kind: WeightKind = "nvfp4"
 ) -> HopperShape:
     if pin.pair or pin.split_k > max_split(pin.token_tile):
         raise OperandValueError(
@@ -223,7 +220,7 @@ def _pinned_hopper(
     split = pin.split_k
     while split > 1 and k // split < hopper.MIN_SLICE:
         split //= 2
-    return HopperShape(pin.token_tile, split, output, gated=gated, grouped=grouped, weights=weights)
+    return HopperShape(pin.token_tile, split, output, gated=gated, grouped=grouped, weights=kind)
 
 
 def rows_of(pairs: int, experts: int, token_tile: int) -> int:

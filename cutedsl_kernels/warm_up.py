@@ -36,7 +36,7 @@ from .sm90.layout import TILE_K as HOPPER_TILE_K
 from .sm90.layout import TILE_ROWS
 from .sm90.shape import KernelShape as HopperShape
 from .sm100.call import Call
-from .sm100.shape import KernelShape, Operands
+from .sm100.shape import BlockScaledKind, KernelShape
 from .workspace import workspace
 
 
@@ -50,7 +50,7 @@ class SizedGemm(Protocol):
         gated: whether there are a gate and an up matrix of ``features`` each.
         experts_per_token: experts that each token visits; 0 if every token takes part in every group.
         output: what is written.
-        operands: what is multiplied: "nvfp4" everywhere, "mxfp8" on SM100, "fp8" on Hopper; "bf16" is a library's GEMM,
+        kind: of operands: "nvfp4" everywhere, "mxfp8" on SM100, "fp8" on Hopper; "bf16" is a library's GEMM,
             and no kernel of these.
     """
 
@@ -67,7 +67,7 @@ class SizedGemm(Protocol):
     @property
     def output(self) -> Output: ...
     @property
-    def operands(self) -> Literal["nvfp4", "mxfp8", "fp8", "bf16"]: ...
+    def kind(self) -> Literal["nvfp4", "mxfp8", "fp8", "bf16"]: ...
 
 
 def keys_for(
@@ -96,10 +96,10 @@ def keys_for(
         return _w4a16_keys(products, max_tokens, limit, clusters, programmatic_launch, pin)
     found: dict[KernelKey, None] = {}
     for product in products:
-        if product.operands == "bf16" or product.operands == "fp8":
+        if product.kind == "bf16" or product.kind == "fp8":
             continue
         for tokens in range(1, max_tokens + 1):
-            shape = _shape(product, product.operands, tokens, clusters, pin)
+            shape = _shape(product, product.kind, tokens, clusters, pin)
             down = shape.grouped and not shape.gated
             key = KernelKey(architecture, shape, limit if shape.gated else None, weighted and down, programmatic_launch)
             found[key] = None
@@ -117,7 +117,7 @@ def _w4a16_keys(
     """:func:`keys_for` on Hopper, whose experts write bf16 unless fp32 is asked for."""
     found: dict[KernelKey, None] = {}
     for product in products:
-        if product.operands == "bf16" or product.operands == "mxfp8":
+        if product.kind == "bf16" or product.kind == "mxfp8":
             continue
         features, k, groups = product.features, product.k, product.groups
         for tokens in range(1, max_tokens + 1):
@@ -131,13 +131,13 @@ def _w4a16_keys(
                     features, k, rows, groups, product.gated, tile, output, clusters, gathers, pin=pin
                 )
             else:
-                shape = plan_w4a16(features, k, tokens, groups, product.output, clusters, product.operands, pin=pin)
+                shape = plan_w4a16(features, k, tokens, groups, product.output, clusters, product.kind, pin=pin)
             key = KernelKey("sm_90a", shape, limit if product.gated else None, programmatic_launch=programmatic_launch)
             found[key] = None
     return sorted(found, key=lambda key: key.name)
 
 
-def _shape(product: SizedGemm, operands: Operands, tokens: int, clusters: Clusters, pin: Pin | None) -> KernelShape:
+def _shape(product: SizedGemm, kind: BlockScaledKind, tokens: int, clusters: Clusters, pin: Pin | None) -> KernelShape:
     """The kernel that the operations will plan for ``tokens`` tokens."""
     features, k, groups, output = product.features, product.k, product.groups, product.output
     if product.experts_per_token and groups > 1:
@@ -147,8 +147,8 @@ def _shape(product: SizedGemm, operands: Operands, tokens: int, clusters: Cluste
         return plan_experts(features, k, rows, groups, product.gated, tile, output, clusters, pin=pin)
     tile = token_tile_for(tokens, pin)
     if product.gated:
-        return plan_gated(features, k, tokens, tile, output, clusters, operands, pin=pin)
-    return plan_gemm(features, k, tokens, groups, tile, output, clusters, operands, pin=pin)
+        return plan_gated(features, k, tokens, tile, output, clusters, kind, pin=pin)
+    return plan_gemm(features, k, tokens, groups, tile, output, clusters, kind, pin=pin)
 
 
 def warm_up(keys: Iterable[KernelKey], device: torch.device) -> None:

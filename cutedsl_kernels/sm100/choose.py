@@ -19,7 +19,7 @@ from ..common.clusters import B200_CLUSTERS, Clusters
 from ..common.planned import planned_pairs, planned_tokens
 from ..common.shape import TOKEN_TILES, Output
 from .cost import B200, Machine, Problem, cost, whole_waves
-from .shape import SCALE_ATOM_ROWS, STREAM_K_TILE, KernelShape, Operands
+from .shape import SCALE_ATOM_ROWS, STREAM_K_TILE, BlockScaledKind, KernelShape
 
 MIN_STAGES = 3
 """Fewer leave no stage in flight while one is multiplied and one is waited for."""
@@ -44,17 +44,17 @@ def choose_gemm(
     output: Output = "bf16",
     clusters: Clusters = B200_CLUSTERS,
     token_tile: int | None = None,
-    operands: Operands = "nvfp4",
+    kind: BlockScaledKind = "nvfp4",
 ) -> KernelShape:
     """Choose the kernel for ``groups`` GEMMs of [tokens, k] by [features, k].
 
     Args:
         clusters: what the GPU runs at a time.
         token_tile: what the tokens are quantised for; that of their number if not given.
-        operands: what is multiplied.
+        kind: of operands.
     """
     tiles = gemm_tiles(tokens if token_tile is None else token_tile)
-    return _choose_gemm(features, k, planned_tokens(tokens), groups, output, clusters, tiles, operands)
+    return _choose_gemm(features, k, planned_tokens(tokens), groups, output, clusters, tiles, kind)
 
 
 @lru_cache(maxsize=4096)
@@ -66,10 +66,10 @@ def _choose_gemm(
     output: Output,
     clusters: Clusters,
     tiles: tuple[int, ...],
-    operands: Operands,
+    kind: BlockScaledKind,
 ) -> KernelShape:
-    problem = Problem(features, k, tokens, groups, output=output, operands=operands)
-    return _best(gemm_shapes(k, tiles, output, operands), problem, replace(B200, clusters=clusters))[1]
+    problem = Problem(features, k, tokens, groups, output=output, kind=kind)
+    return _best(gemm_shapes(k, tiles, output, kind), problem, replace(B200, clusters=clusters))[1]
 
 
 def choose_experts(
@@ -103,17 +103,17 @@ def choose_gated(
     output: Output,
     clusters: Clusters,
     token_tile: int,
-    operands: Operands = "nvfp4",
+    kind: BlockScaledKind = "nvfp4",
 ) -> KernelShape:
     """Choose the kernel for one expert's gate and up projections of all tokens, without offsets."""
-    problem = Problem(features, k, planned_tokens(tokens), gated=True, output=output, operands=operands)
+    problem = Problem(features, k, planned_tokens(tokens), gated=True, output=output, kind=kind)
     return _choose_experts(problem, clusters, min(token_tile, MAX_EXPERT_TILE))
 
 
 @lru_cache(maxsize=4096)
 def _choose_experts(problem: Problem, clusters: Clusters, tile: int) -> KernelShape:
     p = problem
-    shapes = expert_shapes(p.k, tile, p.gated, p.grouped, p.output, p.operands)
+    shapes = expert_shapes(p.k, tile, p.gated, p.grouped, p.output, p.kind)
     return _best(shapes, problem, replace(B200, clusters=clusters))[1]
 
 
@@ -148,17 +148,17 @@ def gemm_tiles(tokens: int) -> tuple[int, ...]:
     return next(((tile,) for tile in TOKEN_TILES if tokens <= tile < SCALE_ATOM_ROWS), (128, 256))
 
 
-def gemm_shapes(k: int, tiles: Iterable[int], output: Output, operands: Operands = "nvfp4") -> Iterator[KernelShape]:
+def gemm_shapes(k: int, tiles: Iterable[int], output: Output, kind: BlockScaledKind = "nvfp4") -> Iterator[KernelShape]:
     """The shapes that :func:`choose_gemm` chooses from."""
     for tile in tiles:
-        yield from _variants(k, KernelShape(tile, output=output, operands=operands))
+        yield from _variants(k, KernelShape(tile, output=output, operands=kind))
 
 
 def expert_shapes(
-    k: int, token_tile: int, gated: bool, grouped: bool, output: Output, operands: Operands = "nvfp4"
+    k: int, token_tile: int, gated: bool, grouped: bool, output: Output, kind: BlockScaledKind = "nvfp4"
 ) -> Iterator[KernelShape]:
     """The shapes that :func:`choose_experts` and :func:`choose_gated` choose from."""
-    return _variants(k, KernelShape(token_tile, gated=gated, grouped=grouped, output=output, operands=operands))
+    return _variants(k, KernelShape(token_tile, gated=gated, grouped=grouped, output=output, operands=kind))
 
 
 def longest_split(k: int, most: int, shape: KernelShape) -> int:

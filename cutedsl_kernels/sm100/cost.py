@@ -29,14 +29,14 @@ from .shape import (
     SCALE_ATOM_BYTES,
     SCALE_ATOM_ROWS,
     STAGE_MMAS,
+    BlockScaledKind,
     KernelShape,
-    Operands,
 )
 
 OUTPUT_BYTES: dict[str, float] = {"bf16": 2.0, "fp32": 4.0, "nvfp4": 0.5 + 1 / BLOCK}
-OPERAND_BYTES: dict[Operands, float] = {"nvfp4": 0.5 + 1 / BLOCK, "mxfp8": 1 + 1 / (2 * BLOCK)}
+OPERAND_BYTES: dict[BlockScaledKind, float] = {"nvfp4": 0.5 + 1 / BLOCK, "mxfp8": 1 + 1 / (2 * BLOCK)}
 """Bytes of an element with its share of a block scale."""
-OPERAND_RATES: dict[Operands, float] = {"nvfp4": 1.0, "mxfp8": 0.5}
+OPERAND_RATES: dict[BlockScaledKind, float] = {"nvfp4": 1.0, "mxfp8": 0.5}
 """Multiply-adds over those of NVFP4: NVIDIA states half as many for FP8, dense."""
 
 HANDOVER_CYCLES = 100.0
@@ -119,7 +119,7 @@ class Problem:
     grouped: bool = False
     output: Output = "bf16"
     shared_tokens: int = 0
-    operands: Operands = "nvfp4"
+    kind: BlockScaledKind = "nvfp4"
 
     @property
     def matrices(self) -> float:
@@ -164,7 +164,7 @@ class Problem:
     @property
     def least_bytes(self) -> float:
         """Codes, block scales and outputs, each once, without padding."""
-        operand = (self.matrices * self.features + self.rows) * self.k * OPERAND_BYTES[self.operands]
+        operand = (self.matrices * self.features + self.rows) * self.k * OPERAND_BYTES[self.kind]
         return operand + self.rows * self.features * OUTPUT_BYTES[self.output]
 
     @property
@@ -173,7 +173,7 @@ class Problem:
 
     def floor_seconds(self, machine: Machine = B200) -> float:
         """Lower bound of a kernel's time: HBM for the least bytes, or the tensor cores for all multiplications."""
-        rate = machine.flops * OPERAND_RATES[self.operands]
+        rate = machine.flops * OPERAND_RATES[self.kind]
         return max(self.least_bytes / machine.memory_bytes_per_second, self.flops / rate)
 
 

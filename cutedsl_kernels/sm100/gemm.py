@@ -44,13 +44,13 @@ from .epilogue import Epilogue
 from .fences import fence_after_wait, fence_before_signal
 from .fragment import make_fragment, read_fragment
 from .load import OperandLoad, StageLoads
-from .shape import LANES, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, KernelShape, Operands
+from .shape import LANES, SCALE_ATOM_BYTES, SCALE_ATOM_ROWS, BlockScaledKind, KernelShape
 from .stream_k import PartialSums, SharedSlice, StreamKSchedule
 
 K_MAJOR = cute.nvgpu.OperandMajorMode.K
 
 
-OPERAND_TYPES: dict[Operands, tuple[Any, Any]] = {
+OPERAND_TYPES: dict[BlockScaledKind, tuple[Any, Any]] = {
     "nvfp4": (cutlass.Float4E2M1FN, cutlass.Float8E4M3FN),
     "mxfp8": (cutlass.Float8E4M3FN, cutlass.Float8E8M0FNU),
 }

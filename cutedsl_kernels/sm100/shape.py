@@ -19,7 +19,7 @@ from ..common.shape import (
     Output,
 )
 
-Operands = Literal["nvfp4", "mxfp8"]
+BlockScaledKind = Literal["nvfp4", "mxfp8"]
 """What is multiplied: E2M1 codes with an E4M3 scale for each 16 (tcgen05 kind mxf4nvf4), or E4M3 codes with a UE8M0
 scale for each 32 (kind mxf8f6f4)."""
 STAGE_ROW_BYTES = 128
@@ -63,7 +63,7 @@ class KernelShape(GemmShape):
         token_tile, split_k, output, gated, grouped: as :class:`GemmShape` says.
         pair: two CTAs of a cluster work on 256 features as one tensor core (cta_group::2), each holding half of the
             tokens' codes.
-        operands: what is multiplied.
+        operands: their kind. Keys of compiled kernels spell the names of fields: a new name would compile all anew.
         shared_tokens: pairs of a cluster along the features, which receive the tokens by one multicast.
         shared_weights: pairs of a cluster along the tokens, which receive the weights by one multicast. A pair alone
             reads 72 bytes a cycle from L2 with 256 tokens, two by two pairs half of that.
@@ -78,7 +78,7 @@ class KernelShape(GemmShape):
     pair: bool = False
     shared_tokens: int = 1
     shared_weights: int = 1
-    operands: Operands = "nvfp4"
+    operands: BlockScaledKind = "nvfp4"
     stream_k: bool = False
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from .shape import (
     HOPPER_SPLITS,
     MIN_STAGES,
     KernelShape,
-    Weights,
+    WeightKind,
     max_split,
 )
 
@@ -32,18 +32,18 @@ H200_CLUSTERS = Clusters(132, 66, 39, 30, 15)
 
 
 def choose_gemm(
-    features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, weights: Weights = "nvfp4"
+    features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, kind: WeightKind = "nvfp4"
 ) -> KernelShape:
     """Choose the kernel for ``groups`` GEMMs of [tokens, k] by [features, k]."""
-    return _choose_gemm(features, k, planned_tokens(tokens), groups, output, clusters, weights)
+    return _choose_gemm(features, k, planned_tokens(tokens), groups, output, clusters, kind)
 
 
 @lru_cache(maxsize=4096)
 def _choose_gemm(
-    features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, weights: Weights
+    features: int, k: int, tokens: int, groups: int, output: Output, clusters: Clusters, kind: WeightKind
 ) -> KernelShape:
     problem = Problem(features, k, tokens, groups)
-    return _best(gemm_shapes(k, tokens, output, weights), problem, clusters)
+    return _best(gemm_shapes(k, tokens, output, kind), problem, clusters)
 
 
 def choose_experts(
@@ -72,13 +72,13 @@ def expert_tile(pairs: int, experts: int) -> int:
     return next((tile for tile in TOKEN_TILES if mean <= tile), TOKEN_TILES[-1])
 
 
-def gemm_shapes(k: int, tokens: int, output: Output, weights: Weights = "nvfp4") -> Iterator[KernelShape]:
+def gemm_shapes(k: int, tokens: int, output: Output, kind: WeightKind = "nvfp4") -> Iterator[KernelShape]:
     """The shapes that :func:`choose_gemm` chooses from: no tile more than twice as wide as the tokens."""
-    tiles = GEMM_TOKEN_TILES[weights]
+    tiles = GEMM_TOKEN_TILES[kind]
     widest = next((tile for tile in tiles if tokens <= tile), tiles[-1])
     for tile in tiles:
         if tile <= widest:
-            yield from _splits(k, KernelShape(tile, output=output, weights=weights))
+            yield from _splits(k, KernelShape(tile, output=output, weights=kind))
 
 
 def expert_shapes(k: int, token_tile: int, gated: bool, output: Output) -> Iterator[KernelShape]:

@@ -23,7 +23,7 @@ from ..common.shape import (
 from .fp8_layout import FP8_TILE_BYTES
 from .layout import TILE_BYTES, TILE_K, TILE_ROWS
 
-Weights = Literal["nvfp4", "fp8"]
+WeightKind = Literal["nvfp4", "fp8"]
 """How weights are stored: E2M1 codes with a block scale for each 16 of K, or E4M3 codes with a power of two for each
 64."""
 
@@ -52,9 +52,9 @@ WIDTHS: Mapping[int, tuple[int, ...]] = {128: (64, 96, 128), 256: (128, 192, 256
 tokens. Each width is a loop of its own in the code; with four of them ptxas serialises the wgmmas of the wider tile for
 lack of registers."""
 SM_REGISTERS = 65536
-GEMM_TOKEN_TILES: Mapping[Weights, tuple[int, ...]] = {"nvfp4": TOKEN_TILES, "fp8": TOKEN_TILES[:-1]}
+GEMM_TOKEN_TILES: Mapping[WeightKind, tuple[int, ...]] = {"nvfp4": TOKEN_TILES, "fp8": TOKEN_TILES[:-1]}
 """Token tiles of dense kernels: beside FP8 weights only two stages of the widest would fit."""
-WEIGHT_TILE_BYTES: Mapping[Weights, int] = {"nvfp4": TILE_BYTES, "fp8": FP8_TILE_BYTES}
+WEIGHT_TILE_BYTES: Mapping[WeightKind, int] = {"nvfp4": TILE_BYTES, "fp8": FP8_TILE_BYTES}
 """Bytes of a tile of weights."""
 BARRIER_BYTES = 512
 """What mbarriers take at most, and the alignment of partial sums."""
@@ -80,7 +80,7 @@ class KernelShape(GemmShape):
     """Everything that is fixed when a kernel is compiled: fields of :class:`GemmShape`, and the storage of weights.
 
     Attributes:
-        weights: how they are stored. FP8 ones are for dense kernels alone.
+        weights: their kind. FP8 ones are for dense kernels alone. Keys of compiled kernels spell the name.
         max_ctas: CTAs of a launch that may share an SM. A launch of fewer CTAs than places does not spread evenly over
             the SMs; with fewer places it must.
         gathers: whether tokens are taken from rows of an unsorted matrix, of experts' kernels for few tokens a tile.
@@ -89,7 +89,7 @@ class KernelShape(GemmShape):
         ValueError: a combination that does not exist.
     """
 
-    weights: Weights = "nvfp4"
+    weights: WeightKind = "nvfp4"
     max_ctas: int = MAX_CTAS
     gathers: bool = False
 

@@ -34,7 +34,7 @@ from nvfp4_sgl.cutedsl_kernels import launcher, plan
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import gemm_shapes
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import TILE_K, TILE_ROWS
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, WEIGHT_TILE_BYTES, KernelShape, Weights
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, WEIGHT_TILE_BYTES, KernelShape, WeightKind
 from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
 from nvfp4_sgl.cutedsl_kernels.w8a16 import operations as fp8_operations
@@ -107,7 +107,7 @@ def gemms(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Gemm]:
 class Operands:
     """Random weights of a GEMM, as many copies as a graph rotates through."""
 
-    def __init__(self, gemm: Gemm, stored: Weights = "nvfp4"):
+    def __init__(self, gemm: Gemm, stored: WeightKind = "nvfp4"):
         self.gemm, self.stored = gemm, stored
         self.bytes = gemm.groups * gemm.features * gemm.k * WEIGHT_TILE_BYTES[stored] // (TILE_ROWS * TILE_K)
         copies = -(-ROTATED_BYTES // self.bytes)
@@ -159,7 +159,7 @@ class Operands:
         assert float(error) < 2**-7, f"{self.gemm}, {len(tokens)} tokens: error {float(error):.3g} of the largest"
 
 
-def planned(gemm: Gemm, tokens: int, stored: Weights) -> KernelShape:
+def planned(gemm: Gemm, tokens: int, stored: WeightKind) -> KernelShape:
     """The kernel that the operations plan."""
     clusters = launcher.current().clusters(torch.device("cuda"))
     return plan.plan_w4a16(gemm.features, gemm.k, tokens, gemm.groups, gemm.output, clusters, stored)

@@ -94,7 +94,7 @@ def check(found: list[Case], device: torch.device, journal: Journal) -> None:
         Departure: of the first whose output is further from fp64 than rounding explains.
     """
     for case in found:
-        product = case.product.name if case.operands == "nvfp4" else f"{case.product.name} in MXFP8"
+        product = case.product.name if case.kind == "nvfp4" else f"{case.product.name} in MXFP8"
         name = f"{case.model}, TP {case.ranks}, {product}, {case.tokens} tokens"
         print(name, flush=True)
         with journal.item(name):

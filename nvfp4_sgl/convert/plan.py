@@ -26,7 +26,7 @@ QUANTISE_COST = {Scales.MAX: 20, Scales.MSE: 120}
 
 
 @dataclass(frozen=True)
-class Output:
+class WrittenTensor:
     """A tensor that is written; ``dtype`` is safetensors' name."""
 
     name: str
@@ -41,10 +41,10 @@ class Output:
 class _OneTensor:
     """Base of a step that writes one tensor."""
 
-    output: Output
+    output: WrittenTensor
 
     @property
-    def outputs(self) -> tuple[Output, ...]:
+    def outputs(self) -> tuple[WrittenTensor, ...]:
         return (self.output,)
 
     @property
@@ -63,7 +63,7 @@ class Copy(_OneTensor):
 
     entry: Entry
     original: str
-    output: Output
+    output: WrittenTensor
     is_draft: bool = False
 
 
@@ -72,7 +72,7 @@ class Invert(_OneTensor):
     """Write the reciprocal of a scalar: compressed-tensors' global scales divide, ModelOpt's multiply."""
 
     original: str
-    output: Output
+    output: WrittenTensor
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class Quantise:
     cost: int
 
     @property
-    def outputs(self) -> tuple[Output, Output, Output]:
+    def outputs(self) -> tuple[WrittenTensor, WrittenTensor, WrittenTensor]:
         """Codes, block scales, global scale."""
         n, k = self.shape
         return (
-            Output(f"{self.stem}.weight", "U8", (n, k // 2)),
-            Output(f"{self.stem}.weight_scale", "F8_E4M3", (n, k // nvfp4.BLOCK)),
-            Output(f"{self.stem}.weight_scale_2", "F32", ()),
+            WrittenTensor(f"{self.stem}.weight", "U8", (n, k // 2)),
+            WrittenTensor(f"{self.stem}.weight_scale", "F8_E4M3", (n, k // nvfp4.BLOCK)),
+            WrittenTensor(f"{self.stem}.weight_scale_2", "F32", ()),
         )
 
 
@@ -113,7 +113,7 @@ class Shard:
     steps: tuple[Step, ...]
 
     @property
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[WrittenTensor]:
         return [output for step in self.steps for output in step.outputs]
 
     @property
@@ -149,7 +149,7 @@ class Conversion:
         return sum(shard.nbytes for shard in self.shards)
 
     @property
-    def outputs(self) -> Iterator[Output]:
+    def outputs(self) -> Iterator[WrittenTensor]:
         """Every tensor of the result."""
         return (output for shard in self.shards for output in shard.outputs)
 
@@ -217,7 +217,7 @@ def _becomes(stem: str, storage: Storage, options: Options) -> Storage:
 
 def _copy(inventory: Inventory, original: str, name: str, *, is_draft: bool = False) -> Copy:
     entry = inventory.entries[original]
-    return Copy(entry, original, Output(name, entry.dtype, entry.shape), is_draft)
+    return Copy(entry, original, WrittenTensor(name, entry.dtype, entry.shape), is_draft)
 
 
 def _stored_parts(inventory: Inventory, stem: str, decoder: Decoder) -> Iterator[tuple[Part, str]]:
@@ -241,7 +241,9 @@ def _renamed(inventory: Inventory, stem: str) -> list[Step]:
     ours = {part.suffixes[0]: name for part, name in zip(theirs, names, strict=True)}
     for part, name in _stored_parts(inventory, stem, Storage.NVFP4_COMPRESSED.decoder):
         target = f"{stem}.{ours[part.suffixes[0]]}"
-        steps.append(Invert(name, Output(target, "F32", ())) if part.unit is None else _copy(inventory, name, target))
+        steps.append(
+            Invert(name, WrittenTensor(target, "F32", ())) if part.unit is None else _copy(inventory, name, target)
+        )
     return steps
 
 

@@ -20,7 +20,7 @@ from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.convert.folder import Folder
 from nvfp4_sgl.convert.matrix import MatrixConverter
 from nvfp4_sgl.convert.options import Options
-from nvfp4_sgl.convert.plan import Copy, Invert, Output, Quantise, Shard, Step
+from nvfp4_sgl.convert.plan import Copy, Invert, Quantise, Shard, Step, WrittenTensor
 from nvfp4_sgl.convert.progress import Progress
 from nvfp4_sgl.convert.tally import Tally
 
@@ -78,7 +78,7 @@ class ShardWriter:
 
     def _tensors(
         self, step: Step, reader: CheckpointReader, tally: Tally
-    ) -> Iterator[tuple[Output, Iterable[bytes | memoryview]]]:
+    ) -> Iterator[tuple[WrittenTensor, Iterable[bytes | memoryview]]]:
         match step:
             case Copy():
                 if not step.is_draft:
@@ -117,7 +117,7 @@ def is_whole(directory: Path, shard: Shard, sums: Mapping[str, object]) -> bool:
     return all(sums.get(entry.name) == checksum(entry) for entry in entries)
 
 
-def _layout(outputs: list[Output]) -> tuple[bytes, dict[str, int]]:
+def _layout(outputs: list[WrittenTensor]) -> tuple[bytes, dict[str, int]]:
     """Length and header of the file, and where each tensor begins after them.
 
     Tensors of larger elements come first, so that each is aligned to its own.
@@ -133,7 +133,7 @@ def _layout(outputs: list[Output]) -> tuple[bytes, dict[str, int]]:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text, offsets
 
 
-def _write(stream: BinaryIO, position: int, output: Output, pieces: Iterable[bytes | memoryview]) -> str:
+def _write(stream: BinaryIO, position: int, output: WrittenTensor, pieces: Iterable[bytes | memoryview]) -> str:
     """Write a tensor where it belongs; returns its checksum."""
     digest, written = hashlib.sha256(), 0
     stream.seek(position)

@@ -88,7 +88,7 @@ def _kernels(
     whole heads or latents, and are read by Triton kernels that know their sizes.
     """
     distinct = dict.fromkeys(chosen.gemms(config, Ownership(size=ranks), storage))
-    return [gemm for gemm in distinct if gemm.operands != "bf16"]
+    return [gemm for gemm in distinct if gemm.kind != "bf16"]
 
 
 def _runs(chosen: Descriptor, role: Role, storage: Storage) -> bool:

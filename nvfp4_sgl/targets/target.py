@@ -25,9 +25,9 @@ from nvfp4_sgl.weights.gemms import (
     BY_KIND,
     TOGETHER,
     GemmSpec,
+    KindOf,
     MergeRule,
-    Operands,
-    OperandsOf,
+    OperandKind,
     draft_gemms,
     launched_gemms,
 )
@@ -57,7 +57,7 @@ class Descriptor:
         capabilities: of CUDA devices that it is for.
         dtypes: values of ``--dtype``. kv_cache_dtypes: values of ``--kv-cache-dtype``.
         runs: what it multiplies with, by how a matrix arrives; ``None`` if it refuses the matrix.
-        operands: what a GEMM of a matrix multiplies, by how it arrives; bf16 unless given.
+        kinds: of operands of a matrix's GEMM, by how the matrix arrives; bf16 unless given.
         merge: which matrices it computes at once.
         boundaries_in: ``module:function`` that gives the implementation of each boundary.
         gemm_bytes_in: ``module:function``: bytes of a GEMM's weights on a rank, by :class:`GemmSpec` and storages.
@@ -78,7 +78,7 @@ class Descriptor:
     dtypes: tuple[str, ...]
     kv_cache_dtypes: tuple[str, ...]
     runs: Mapping[Arrival, str | None]
-    operands: Mapping[Arrival, Operands]
+    kinds: Mapping[Arrival, OperandKind]
     merge: MergeRule
     boundaries_in: str
     gemm_bytes_in: str
@@ -103,9 +103,9 @@ class Descriptor:
         """Bytes of a GEMM's weights on a rank."""
         return int(_imported(self.gemm_bytes_in)(gemm, storage))
 
-    def operands_of(self, storage: Storage) -> Operands:
-        """The operands of a GEMM all of whose matrices are in ``storage``, one that the target runs."""
-        return self.operands.get(Arrival.of(storage), "bf16")
+    def kind_of(self, storage: Storage) -> OperandKind:
+        """The kind of operands of a GEMM all of whose matrices are in ``storage``, one that the target runs."""
+        return self.kinds.get(Arrival.of(storage), "bf16")
 
     def gemms(
         self, config: ModelConfig, owner: Ownership, storage: StorageOf, stage: range | None = None
@@ -115,16 +115,16 @@ class Descriptor:
         Raises:
             ConfigError: the model cannot be split so.
         """
-        return launched_gemms(config, owner, self._operands_by(storage), self.merge, stage)
+        return launched_gemms(config, owner, self._kind_by(storage), self.merge, stage)
 
     def draft_gemms(
         self, config: ModelConfig, projections: Sequence[TensorSpec], stages: int, owner: Ownership, storage: StorageOf
     ) -> list[GemmSpec]:
         """The same of a draft, as of :func:`nvfp4_sgl.weights.gemms.draft_gemms`."""
-        return draft_gemms(config, projections, stages, owner, self._operands_by(storage), self.merge)
+        return draft_gemms(config, projections, stages, owner, self._kind_by(storage), self.merge)
 
-    def _operands_by(self, storage: StorageOf) -> OperandsOf:
-        return lambda stem: self.operands_of(storage(stem))
+    def _kind_by(self, storage: StorageOf) -> KindOf:
+        return lambda stem: self.kind_of(storage(stem))
 
 
 def _imported(where: str) -> Any:
@@ -149,7 +149,7 @@ CPU = Descriptor(
         Arrival.SCALED: "fp32",
         Arrival.PLAIN: "fp32",
     },
-    operands={},
+    kinds={},
     merge=TOGETHER,
     boundaries_in="nvfp4_sgl.targets.reference:boundaries",
     gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:decoded",
@@ -170,7 +170,7 @@ HOPPER = Descriptor(
         Arrival.SCALED: "bf16, rounded at load",
         Arrival.PLAIN: "bf16, rounded at load",
     },
-    operands={Arrival.NVFP4: "nvfp4", Arrival.MXFP8: "fp8"},
+    kinds={Arrival.NVFP4: "nvfp4", Arrival.MXFP8: "fp8"},
     merge=TOGETHER,
     boundaries_in="nvfp4_sgl.targets.fused:w4a16_boundaries",
     gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:hopper",
@@ -192,7 +192,7 @@ SM100 = Descriptor(
         Arrival.SCALED: None,
         Arrival.PLAIN: f"bf16, rounded at load {_NOT_ROUTED}",
     },
-    operands={Arrival.NVFP4: "nvfp4", Arrival.MXFP8: "mxfp8"},
+    kinds={Arrival.NVFP4: "nvfp4", Arrival.MXFP8: "mxfp8"},
     merge=BY_KIND,
     boundaries_in="nvfp4_sgl.targets.fused:sm100_boundaries",
     gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:sm100",
@@ -209,7 +209,7 @@ HOPPER_W4A4 = Descriptor(
     dtypes=GPU_DTYPES,
     kv_cache_dtypes=GPU_KV_CACHE_DTYPES,
     runs=SM100.runs,
-    operands=SM100.operands,
+    kinds=SM100.kinds,
     merge=SM100.merge,
     boundaries_in="nvfp4_sgl.targets.fused:w4a4_on_hopper_boundaries",
     gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:hopper_w4a4",

@@ -22,26 +22,26 @@ def decoded(gemm: GemmSpec, storage: StorageOf) -> int:
 def hopper(gemm: GemmSpec, storage: StorageOf) -> int:
     """NVFP4: whole tiles of codes and block scales, alphas as on SM100. FP8: whole tiles of codes and factors, a one.
     Others: dequantised to bf16."""
-    if gemm.operands in ("bf16", "mxfp8"):
+    if gemm.kind in ("bf16", "mxfp8"):
         return 2 * gemm.elements
     tiles = -(-gemm.rows // TILE_ROWS) * -(-gemm.k // TILE_K)
-    if gemm.operands == "fp8":
+    if gemm.kind == "fp8":
         return gemm.groups * tiles * FP8_TILE_BYTES + 4
     return gemm.groups * (tiles * TILE_BYTES + 4 * _alphas_of_group(gemm))
 
 
 def hopper_w4a4(gemm: GemmSpec, storage: StorageOf) -> int:
     """As :func:`hopper`, with an alpha of one beside those of gate and up in NVFP4; "mxfp8" is dequantised to bf16."""
-    ones = 4 * gemm.groups if gemm.gated and gemm.operands == "nvfp4" else 0
+    ones = 4 * gemm.groups if gemm.gated and gemm.kind == "nvfp4" else 0
     return hopper(gemm, storage) + ones
 
 
 def sm100(gemm: GemmSpec, storage: StorageOf) -> int:
     """NVFP4: codes, padded block scales, alphas. MXFP8: codes, padded block scales, two ones. Else bf16."""
     rows = gemm.rows
-    if gemm.operands == "bf16":
+    if gemm.kind == "bf16":
         return 2 * gemm.elements
-    if gemm.operands == "mxfp8":
+    if gemm.kind == "mxfp8":
         return gemm.groups * (rows * gemm.k + scale_bytes(rows, gemm.k, block=mxfp8.BLOCK)) + 2 * 4
     return gemm.groups * (rows * gemm.k // 2 + scale_bytes(rows, gemm.k) + 4 * _alphas_of_group(gemm))
 

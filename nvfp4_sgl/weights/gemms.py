@@ -21,16 +21,16 @@ from nvfp4_sgl.weights.layout import ExpertMatrices, attention_matrices, expert_
 from nvfp4_sgl.weights.parallel import ExpertShare, Ownership
 from nvfp4_sgl.weights.source import Shard
 
-Operands = Literal["nvfp4", "mxfp8", "fp8", "bf16"]
-"""What a GEMM multiplies: weights and activations alike on SM100, weights with bf16 activations on Hopper. "mxfp8" is
-SM100's, "fp8" Hopper's. Those of bf16 are a library's."""
+OperandKind = Literal["nvfp4", "mxfp8", "fp8", "bf16"]
+"""What a GEMM multiplies: weights and activations of one kind on SM100, weights of a kind and bf16 activations on
+Hopper. "mxfp8" is SM100's, "fp8" Hopper's. GEMMs of bf16 are a library's."""
 Output = Literal["bf16", "fp32", "nvfp4"]
-OperandsOf = Callable[[str], Operands]
-"""What the GEMM of a matrix multiplies, by the matrix's name without suffix."""
+KindOf = Callable[[str], OperandKind]
+"""The kind of operands of a matrix's GEMM, by the matrix's name without suffix."""
 
 
-def all_nvfp4(stem: str) -> Operands:
-    """:data:`OperandsOf` of a checkpoint whose matrices are all NVFP4."""
+def all_nvfp4(stem: str) -> OperandKind:
+    """:data:`KindOf` of a checkpoint whose matrices are all NVFP4."""
     return "nvfp4"
 
 
@@ -52,7 +52,7 @@ class GemmSpec:
         experts_per_token: 0 for GEMMs of all tokens; else how many of the groups each token goes through.
         shared: the last of the groups is one that every token goes through, the shared expert.
         output: what is written; "nvfp4" is quantised again for the GEMM that follows.
-        operands: what is multiplied, where the target multiplies several kinds.
+        kind: of its operands.
         shards: the matrices, in the order of groups and rows. shard_rows: this rank's weight rows of each.
     """
 
@@ -64,7 +64,7 @@ class GemmSpec:
     experts_per_token: int = 0
     shared: bool = False
     output: Output = "bf16"
-    operands: Operands = "nvfp4"
+    kind: OperandKind = "nvfp4"
     part: Part = Part.ATTENTION
     shards: tuple[Shard, ...] = field(default=(), compare=False, repr=False)
     shard_rows: tuple[int, ...] = field(default=(), compare=False, repr=False)
@@ -93,17 +93,17 @@ class MergeRule:
     by_kind: bool
     gated_alone: bool
 
-    def split(self, kinds: Sequence[Operands]) -> list[tuple[Operands, list[int]]]:
+    def split(self, kinds: Sequence[OperandKind]) -> list[tuple[OperandKind, list[int]]]:
         """The GEMMs of matrices of these ``kinds``: what each multiplies, and the indices of its matrices."""
         if not self.by_kind:
             return [(common(kinds), list(range(len(kinds))))]
-        members: dict[Operands, list[int]] = {}
+        members: dict[OperandKind, list[int]] = {}
         for index, kind in enumerate(kinds):
             members.setdefault(kind, []).append(index)
         return list(members.items())
 
-    def experts(self, routed: Iterable[Operands], shared: Iterable[Operands]) -> tuple[Operands, Operands]:
-        """The operands of the GEMMs of a layer's routed experts and of its shared one.
+    def experts(self, routed: Iterable[OperandKind], shared: Iterable[OperandKind]) -> tuple[OperandKind, OperandKind]:
+        """The kinds of a layer's routed experts and of its shared one.
 
         A target that merges by kind takes routed experts in NVFP4 alone, and a shared one whose matrices are of a kind.
         """
@@ -112,7 +112,7 @@ class MergeRule:
         return "nvfp4", common(shared)
 
     @staticmethod
-    def groups_shared(routed: Operands, shared: Operands, share: ExpertShare) -> bool:
+    def groups_shared(routed: OperandKind, shared: OperandKind, share: ExpertShare) -> bool:
         """Whether the shared expert is one more group: GEMMs of a kind, and of a size on the rank."""
         return routed == shared and len(share.inner) == len(share.shared)
 
@@ -123,7 +123,7 @@ TOGETHER = MergeRule(by_kind=False, gated_alone=False)
 """Hopper's with bf16 activations."""
 
 
-def common(kinds: Iterable[Operands]) -> Operands:
+def common(kinds: Iterable[OperandKind]) -> OperandKind:
     """The kind of all ``kinds`` if they are one, else bf16."""
     found = set(kinds)
     return found.pop() if len(found) == 1 else "bf16"
@@ -132,7 +132,7 @@ def common(kinds: Iterable[Operands]) -> Operands:
 def launched_gemms(
     config: ModelConfig,
     owner: Ownership | None = None,
-    operands: OperandsOf = all_nvfp4,
+    kind_of: KindOf = all_nvfp4,
     rule: MergeRule = BY_KIND,
     stage: range | None = None,
 ) -> list[GemmSpec]:
@@ -151,7 +151,7 @@ def launched_gemms(
         gemm
         for layer in config.layers(stage)
         for part in (_attention, _experts)
-        for gemm in part(config, layer, owner, operands, rule)
+        for gemm in part(config, layer, owner, kind_of, rule)
     ]
 
 
@@ -160,7 +160,7 @@ def draft_gemms(
     projections: Sequence[TensorSpec],
     stages: int,
     owner: Ownership,
-    operands: OperandsOf = all_nvfp4,
+    kind_of: KindOf = all_nvfp4,
     rule: MergeRule = BY_KIND,
 ) -> list[GemmSpec]:
     """The GEMMs of a draft: of each of its blocks, and of the matrices in front of them.
@@ -172,52 +172,52 @@ def draft_gemms(
         ConfigError: the model cannot be split so.
     """
     owner.check(config)
-    before = [_projection(spec, operands(spec.name)) for spec in projections]
+    before = [_projection(spec, kind_of(spec.name)) for spec in projections]
     blocks = [config.draft_layer(index) for index in range(stages)]
     return before + [
         gemm
         for layer in blocks
         for part in (_attention, _experts)
-        for gemm in part(config, layer, owner, operands, rule)
+        for gemm in part(config, layer, owner, kind_of, rule)
     ]
 
 
-def _projection(spec: TensorSpec, operands: Operands) -> GemmSpec:
+def _projection(spec: TensorSpec, kind: OperandKind) -> GemmSpec:
     (rows, k), name, shards = spec.shape, spec.name.rpartition(".")[2], (Shard(spec.name),)
-    return GemmSpec(name, rows, k, output="fp32", operands=operands, shards=shards, shard_rows=(rows,))
+    return GemmSpec(name, rows, k, output="fp32", kind=kind, shards=shards, shard_rows=(rows,))
 
 
 def step_gemms(
-    config: ModelConfig, ranks: int = 1, operands: OperandsOf = all_nvfp4, rule: MergeRule = BY_KIND
+    config: ModelConfig, ranks: int = 1, kind_of: KindOf = all_nvfp4, rule: MergeRule = BY_KIND
 ) -> Counter[GemmSpec]:
     """:func:`launched_gemms` on one of ``ranks``, each with the number of its layers.
 
     Raises:
         ConfigError: the model cannot be split so.
     """
-    return Counter(launched_gemms(config, Ownership(size=ranks), operands, rule))
+    return Counter(launched_gemms(config, Ownership(size=ranks), kind_of, rule))
 
 
 def distinct_gemms(
-    config: ModelConfig, ranks: int = 1, operands: OperandsOf = all_nvfp4, rule: MergeRule = BY_KIND
+    config: ModelConfig, ranks: int = 1, kind_of: KindOf = all_nvfp4, rule: MergeRule = BY_KIND
 ) -> list[GemmSpec]:
     """:func:`launched_gemms` on one of ``ranks``, each once.
 
     Raises:
         ConfigError: the model cannot be split so.
     """
-    return list(step_gemms(config, ranks, operands, rule))
+    return list(step_gemms(config, ranks, kind_of, rule))
 
 
 def _attention(
-    config: ModelConfig, layer: LayerSpec, owner: Ownership, operands: OperandsOf, rule: MergeRule
+    config: ModelConfig, layer: LayerSpec, owner: Ownership, kind_of: KindOf, rule: MergeRule
 ) -> Iterator[GemmSpec]:
     stem = f"{layer.stem}.attn"
     shapes = {spec.name: spec.shape for spec in attention_specs(config, stem, layer.kind)}
     matrices = attention_matrices(config, layer, owner)
 
     def gemms(shards: Sequence[Shard], groups: int = 1, output: Output = "bf16") -> Iterator[GemmSpec]:
-        for kind, members in rule.split([operands(shard.stem) for shard in shards]):
+        for kind, members in rule.split([kind_of(shard.stem) for shard in shards]):
             merged = tuple(shards[index] for index in members)
             rows = tuple(_length(shard.rows, shapes[shard.stem][0]) for shard in merged)
             yield GemmSpec(
@@ -226,7 +226,7 @@ def _attention(
                 _length(merged[0].cols, shapes[merged[0].stem][1]),
                 groups,
                 output=output,
-                operands=kind,
+                kind=kind,
                 shards=merged,
                 shard_rows=rows,
             )
@@ -242,13 +242,13 @@ def _length(part: slice | None, total: int) -> int:
 
 
 def _experts(
-    config: ModelConfig, layer: LayerSpec, owner: Ownership, operands: OperandsOf, rule: MergeRule
+    config: ModelConfig, layer: LayerSpec, owner: Ownership, kind_of: KindOf, rule: MergeRule
 ) -> list[GemmSpec]:
     *routed, shared = expert_matrices(config, layer, owner)
     share = owner.experts(config)
     of_routed, kind = rule.experts(
-        (operands(shard.stem) for expert in routed for shard in expert.shards),
-        (operands(shard.stem) for shard in shared.shards),
+        (kind_of(shard.stem) for expert in routed for shard in expert.shards),
+        (kind_of(shard.stem) for shard in shared.shards),
     )
     if rule.groups_shared(of_routed, kind, share):
         return _grouped(config, share, [*routed, shared], shared=True, kind=kind)
@@ -258,11 +258,11 @@ def _experts(
         *_grouped(config, share, routed, shared=False, kind=of_routed),
         GemmSpec(
             "shared_experts.w1 + w3", features, d,
-            gated=gated, operands=kind, part=Part.EXPERTS, shards=shared.gate_up, shard_rows=(inner, inner),
+            gated=gated, kind=kind, part=Part.EXPERTS, shards=shared.gate_up, shard_rows=(inner, inner),
         ),
         GemmSpec(
             "shared_experts.w2", d, inner,
-            operands=kind, part=Part.EXPERTS, shards=(shared.down,), shard_rows=(d,),
+            kind=kind, part=Part.EXPERTS, shards=(shared.down,), shard_rows=(d,),
         ),
     ]  # fmt: skip
 
@@ -273,7 +273,7 @@ def _grouped(
     experts: Sequence[ExpertMatrices],
     *,
     shared: bool,
-    kind: Operands,
+    kind: OperandKind,
 ) -> list[GemmSpec]:
     """The GEMMs of experts that are groups of one; the shared expert is the last, if it is among them."""
     d, inner = config.hidden_size, len(share.inner)

@@ -7,7 +7,7 @@ import pytest
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.weights.gemms import TOGETHER, Operands, distinct_gemms, launched_gemms, step_gemms
+from nvfp4_sgl.weights.gemms import TOGETHER, OperandKind, distinct_gemms, launched_gemms, step_gemms
 from nvfp4_sgl.weights.parallel import Ownership
 from tests.support.released import FLASH, PRO, config_json
 
@@ -73,7 +73,7 @@ def test_a_model_that_cannot_be_split_is_refused() -> None:
         distinct_gemms(ModelConfig.from_dict(config_json(FLASH)), 3)
 
 
-def released(stem: str) -> Operands:
+def released(stem: str) -> OperandKind:
     """DeepSeek's releases: routed experts MXFP4, which arrives as NVFP4; compressors BF16; others FP8."""
     if ".ffn.experts." in stem:
         return "nvfp4"
@@ -83,13 +83,13 @@ def released(stem: str) -> Operands:
 def test_hopper_merges_all_or_dequantises() -> None:
     config = ModelConfig.from_dict(config_json(FLASH))
     found = step_gemms(config, 2, released, rule=TOGETHER)
-    kinds = {one.name: one.operands for one in found}
+    kinds = {one.name: one.kind for one in found}
     assert kinds.pop("wq_a + wkv") == "fp8"
     assert {kind for name, kind in kinds.items() if "compressor" in name} == {"bf16"}
     assert {kinds[name] for name in ("wq_b", "wq_b + indexer.wq_b", "wo_a", "wo_b", "shared_experts.w2")} == {"fp8"}
     assert {kinds[name] for name in ("experts.w1 + w3", "experts.w2")} == {"nvfp4"}
     (up,) = (one for one in found if one.name == "shared_experts.w1 + w3")
-    assert (up.features, up.k, up.gated, up.operands) == (2 * 2048 // 2, 4096, False, "fp8")
+    assert (up.features, up.k, up.gated, up.kind) == (2 * 2048 // 2, 4096, False, "fp8")
     assert {one.groups for one in found if one.experts_per_token} == {config.n_routed_experts}
     assert found[up] == len(config.layer_kinds)
 
@@ -104,7 +104,7 @@ def test_one_routed_expert_that_is_not_nvfp4_takes_its_layer_to_bf16() -> None:
     found = step_gemms(
         config, 1, lambda stem: "fp8" if "layers.7.ffn.experts.200.w2" in stem else "nvfp4", rule=TOGETHER
     )
-    assert {one.name: count for one, count in found.items() if one.operands == "bf16"} == {
+    assert {one.name: count for one, count in found.items() if one.kind == "bf16"} == {
         "experts.w1 + w3": 1,
         "experts.w2": 1,
     }
@@ -127,15 +127,15 @@ def test_by_kind_each_kind_is_a_gemm_and_a_shared_expert_of_another_runs_apart()
     config = ModelConfig.from_dict(config_json(FLASH))
     layer = config.layer_kinds.index(LayerKind.CSA)
     here = f"layers.{layer}."
-    found = [gemm for gemm in launched_gemms(config, operands=mxfp8) if gemm.shards[0].stem.startswith(here)]
-    names = {gemm.name: (gemm.operands, gemm.gated) for gemm in found if gemm.output != "nvfp4"}
+    found = [gemm for gemm in launched_gemms(config, kind_of=mxfp8) if gemm.shards[0].stem.startswith(here)]
+    names = {gemm.name: (gemm.kind, gemm.gated) for gemm in found if gemm.output != "nvfp4"}
     assert names["wq_a + wkv"] == ("mxfp8", False)
     compressors = [f"{stem}compressor.{name}" for stem in ("", "indexer.") for name in ("wkv", "wgate")]
     assert names[" + ".join(compressors)] == ("bf16", False)
     assert names["shared_experts.w1 + w3"] == ("mxfp8", True)
 
 
-def mxfp8(stem: str) -> Operands:
+def mxfp8(stem: str) -> OperandKind:
     """:func:`released` as SM100 multiplies it."""
     kind = released(stem)
     return "mxfp8" if kind == "fp8" else kind

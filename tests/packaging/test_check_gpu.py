@@ -487,11 +487,11 @@ def test_steps_of_blackwell(capability: tuple[int, int], monkeypatch: pytest.Mon
 def test_gemms_are_checked_in_nvfp4_and_in_mxfp8():
     found = gemms.of_the_models()
     assert len({case.key for case in found}) == len(found)
-    of_kind = {kind: [case for case in found if case.operands == kind] for kind in ("nvfp4", "mxfp8")}
+    of_kind = {kind: [case for case in found if case.kind == kind] for kind in ("nvfp4", "mxfp8")}
     for kind, same in of_kind.items():
         assert len(same) > 30, kind
         assert {case.shape.gated for case in same} == {False, True}, kind
-    assert {case.operands for case in gemms.of_a_tiny_model()} == set(of_kind)
+    assert {case.kind for case in gemms.of_a_tiny_model()} == set(of_kind)
 
 
 def test_every_gemm_is_timed_in_nvfp4_and_as_released(monkeypatch: pytest.MonkeyPatch, capsys: Any):

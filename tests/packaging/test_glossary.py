@@ -84,6 +84,23 @@ def classes() -> list[str]:
     return [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
+def closed_sets() -> set[str]:
+    """Names of the ``Literal`` types in the package and in the kernels."""
+    files = [file for folder in ("nvfp4_sgl", *KERNEL_FOLDERS) for file in sources(ROOT / folder)]
+    found = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
+    return {
+        ast.unparse(node.targets[0])
+        for node in found
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Literal[")
+    }
+
+
+def test_a_kind_is_not_called_as_what_is_of_it() -> None:
+    """Operands and weights are tensors; "nvfp4" is a kind of them."""
+    assert {"OperandKind", "BlockScaledKind", "WeightKind"} <= closed_sets()
+    assert closed_sets().isdisjoint(classes())
+
+
 @pytest.mark.parametrize("word", ONE_MEANING)
 def test_a_word_means_one_thing_in_names_of_classes(word: str) -> None:
     found = {name for name in classes() if word in name.casefold()} - ERRORS

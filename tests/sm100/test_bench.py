@@ -50,9 +50,9 @@ PRODUCTS = [
     GemmSpec("one expert", 64, 128, gated=True, experts_per_token=1, output="nvfp4"),
     GemmSpec("gate and up", 96, 128, groups=4, gated=True, experts_per_token=2, output="nvfp4"),
     GemmSpec("down", 136, 192, groups=4, experts_per_token=3, shared=True),
-    GemmSpec("MXFP8", 136, 160, operands="mxfp8"),
-    GemmSpec("MXFP8, grouped", 136, 128, groups=2, operands="mxfp8"),
-    GemmSpec("MXFP8, gated", 64, 128, gated=True, operands="mxfp8"),
+    GemmSpec("MXFP8", 136, 160, kind="mxfp8"),
+    GemmSpec("MXFP8, grouped", 136, 128, groups=2, kind="mxfp8"),
+    GemmSpec("MXFP8, gated", 64, 128, gated=True, kind="mxfp8"),
 ]
 
 
@@ -95,10 +95,10 @@ def test_cases_are_what_the_operations_run() -> None:
 
 def test_cases_of_released_checkpoints() -> None:
     full, released = (cases(["flash"], [1, 8], [1, 64], checkpoint) for checkpoint in ("full", "released"))
-    assert {case.operands for case in full} == {"nvfp4"} and {case.operands for case in released} == {"nvfp4", "mxfp8"}
+    assert {case.kind for case in full} == {"nvfp4"} and {case.kind for case in released} == {"nvfp4", "mxfp8"}
     for case in released:
-        assert case.shape.operands == case.problem.operands == case.operands
-        assert case.routed == (case.operands == "nvfp4") and not case.product.shared
+        assert case.shape.operands == case.problem.kind == case.kind
+        assert case.routed == (case.kind == "nvfp4") and not case.product.shared
     # FP8 has twice the bytes and half the rate, so no step is faster than with all of it in NVFP4.
     for ours, theirs in zip(steps(released), steps(full), strict=True):
         assert ours.name == theirs.name and ours.floor_seconds > theirs.floor_seconds and ours.seconds > theirs.seconds

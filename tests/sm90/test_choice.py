@@ -163,5 +163,5 @@ def test_every_key_holds_what_a_model_needs() -> None:
 
 
 def test_gemms_of_a_library_need_no_kernel() -> None:
-    products = [GemmSpec("plain", 1536, 4096, operands="bf16"), GemmSpec("FP8", 1536, 4096, operands="mxfp8")]
+    products = [GemmSpec("plain", 1536, 4096, kind="bf16"), GemmSpec("FP8", 1536, 4096, kind="mxfp8")]
     assert keys_for(products, 9, 10.0, "sm_90a", H200_CLUSTERS) == []

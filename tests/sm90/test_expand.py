@@ -11,7 +11,7 @@ import torch
 from nvfp4_sgl.cutedsl_kernels.sm90.expand import VALUE_SHIFT
 from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import LARGEST_EXPONENT, LEAST_EXPONENT, pack_fp8_tiles
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import pack_tiles
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import Weights
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import WeightKind
 from tests.sm90.support.expansion import Expansion
 from tests.sm100.emulator import Compiled, compile_for, emulated
 from tests.sm100.support.narrow_operands import NarrowOperand
@@ -19,11 +19,11 @@ from tests.support.numpy_nvfp4 import E2M1, E4M3
 
 
 @functools.cache
-def compiled(weights: Weights) -> Compiled:
+def compiled(weights: WeightKind) -> Compiled:
     return compile_for("sm_90a", Expansion(weights), *Expansion.example())
 
 
-def expand(weights: Weights, tile: torch.Tensor) -> np.ndarray:
+def expand(weights: WeightKind, tile: torch.Tensor) -> np.ndarray:
     """fp64 [128, 128] of one tile: each lane's registers, put where wgmma takes them from."""
     packed = tile.flatten()
     registers = torch.zeros(8, 32, 8, 4, dtype=torch.int32)

@@ -91,9 +91,9 @@ def test_pinned_plans() -> None:
 # What is planned.
 
 PRODUCTS = [
-    GemmSpec("from x", 1536, 4096, output="fp32", operands="fp8"),
-    GemmSpec("o_a", 1024, 4096, 8, operands="fp8"),
-    GemmSpec("shared_experts.w2", 4096, 2048, operands="fp8"),
+    GemmSpec("from x", 1536, 4096, output="fp32", kind="fp8"),
+    GemmSpec("o_a", 1024, 4096, 8, kind="fp8"),
+    GemmSpec("shared_experts.w2", 4096, 2048, kind="fp8"),
 ]
 
 
@@ -112,7 +112,7 @@ def test_the_warm_up_foresees_every_kernel() -> None:
 
 
 def test_kernels_of_a_library_or_of_sm100_are_none_of_these() -> None:
-    others = [GemmSpec("bf16", 1024, 1024, operands="bf16"), GemmSpec("mxfp8", 1024, 1024, operands="mxfp8")]
+    others = [GemmSpec("bf16", 1024, 1024, kind="bf16"), GemmSpec("mxfp8", 1024, 1024, kind="mxfp8")]
     assert keys_for(others, 8, 10.0, "sm_90a", H200_CLUSTERS) == []
     assert keys_for(PRODUCTS, 8, 10.0, "sm_100a", H200_CLUSTERS) == []
 

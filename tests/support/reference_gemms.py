@@ -26,7 +26,7 @@ from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import unpack_fp8_tiles
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import unpack_tiles
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import GATE_ROWS as HOPPER_GATE_ROWS
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS, Operands
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS, BlockScaledKind
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor, quantize_rows
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4, unswizzle_128x4
@@ -35,8 +35,8 @@ from nvfp4_sgl.ops.swiglu import clamped_swiglu
 E4M3 = torch.float8_e4m3fn
 
 
-def _unscaled(codes: Tensor, scales: Tensor, operands: Operands = "nvfp4") -> Tensor:
-    if operands == "mxfp8":
+def _unscaled(codes: Tensor, scales: Tensor, kind: BlockScaledKind = "nvfp4") -> Tensor:
+    if kind == "mxfp8":
         return MxFp8Tensor(codes.contiguous().view(E4M3), scales[:, : codes.shape[-1] // 32].contiguous()).dequantize()
     return NvFp4Tensor(codes, scales.view(E4M3), torch.ones(())).unscaled()
 
@@ -130,7 +130,7 @@ def _multiply_bf16(key: KernelKey, call: HopperCall) -> None:
     """A call for Hopper: bf16 tokens, tiles of weights."""
     shape = call.shape
     features = call.out.shape[-1] * (2 if shape.gated else 1)
-    operands: Operands = "mxfp8" if shape.weights == "fp8" else "nvfp4"
+    kind: BlockScaledKind = "mxfp8" if shape.weights == "fp8" else "nvfp4"
     codes, scales = (unpack_fp8_tiles if shape.weights == "fp8" else unpack_tiles)(call.weights, features, call.k)
     if call.offsets is None or call.counts is None:
         parts = [(group, slice(0, call.rows)) for group in range(call.groups)]
@@ -143,7 +143,7 @@ def _multiply_bf16(key: KernelKey, call: HopperCall) -> None:
         taken = rows if call.sources is None else call.sources[rows].long()
         source = call.tokens[taken] if call.tokens.dim() == 2 else call.tokens[taken, group]
         target = call.out[rows] if call.out.dim() == 2 else call.out[rows, group]
-        product = source.float() @ _unscaled(codes[group], scales[group], operands).T
+        product = source.float() @ _unscaled(codes[group], scales[group], kind).T
         alpha = call.alpha.reshape(call.groups, -1)[group]
         if shape.gated:
             assert key.limit is not None

@@ -16,9 +16,8 @@ from nvfp4_sgl.cutedsl_kernels.plan import (
     token_tile_for,
 )
 from nvfp4_sgl.cutedsl_kernels.sm100.cost import Problem
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Operands
-from nvfp4_sgl.weights.gemms import GemmSpec, all_nvfp4, step_gemms
-from nvfp4_sgl.weights.gemms import Operands as LayerOperands
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import BlockScaledKind, KernelShape
+from nvfp4_sgl.weights.gemms import GemmSpec, OperandKind, all_nvfp4, step_gemms
 from tests.support.released import FLASH, PRO, config_json
 
 MODELS = {"flash": FLASH, "pro": PRO}
@@ -46,11 +45,11 @@ class Case:
         return self.product.groups > 1 and self.product.experts_per_token > 0
 
     @property
-    def operands(self) -> Operands:
-        """The operands of the GEMM; GEMMs in bf16 are no cases."""
-        operands = self.product.operands
-        assert operands == "nvfp4" or operands == "mxfp8", self.product
-        return operands
+    def kind(self) -> BlockScaledKind:
+        """The kind of operands; GEMMs in bf16 are no cases."""
+        kind = self.product.kind
+        assert kind == "nvfp4" or kind == "mxfp8", self.product
+        return kind
 
     @property
     def pairs(self) -> int:
@@ -69,8 +68,8 @@ class Case:
             rows = rows_of(self.pairs, one.groups, tile)
             return plan_experts(one.features, one.k, rows, one.groups, one.gated, tile, one.output, B200_CLUSTERS)
         if one.gated:
-            return plan_gated(one.features, one.k, self.tokens, tile, one.output, B200_CLUSTERS, self.operands)
-        return plan_gemm(one.features, one.k, self.tokens, one.groups, tile, one.output, B200_CLUSTERS, self.operands)
+            return plan_gated(one.features, one.k, self.tokens, tile, one.output, B200_CLUSTERS, self.kind)
+        return plan_gemm(one.features, one.k, self.tokens, one.groups, tile, one.output, B200_CLUSTERS, self.kind)
 
     @property
     def key(self) -> KernelKey:
@@ -80,7 +79,7 @@ class Case:
     def problem(self) -> Problem:
         one, shared = self.product, self.tokens if self.product.shared else 0
         return Problem(
-            one.features, one.k, self.pairs, one.groups, one.gated, self.routed, one.output, shared, self.operands
+            one.features, one.k, self.pairs, one.groups, one.gated, self.routed, one.output, shared, self.kind
         )
 
 
@@ -92,14 +91,14 @@ def cases(models: list[str], ranks: list[int], tokens: list[int], checkpoint: st
         for size in ranks:
             of_step = step_gemms(config, size, all_nvfp4 if checkpoint == FULL else released)
             for product, layers in of_step.items():
-                if product.operands == "bf16":
+                if product.kind == "bf16":
                     continue
                 found += [Case(model, size, product, count, config.swiglu_limit, layers) for count in tokens]
     return found
 
 
-def released(stem: str) -> LayerOperands:
-    """The operands of a matrix of a released checkpoint, by its name without suffix."""
+def released(stem: str) -> OperandKind:
+    """The kind of operands of a released matrix's GEMM, by its name without suffix."""
     if ".ffn.experts." in stem:
         return "nvfp4"
     return "bf16" if ".compressor." in stem else "mxfp8"

@@ -13,7 +13,7 @@ from benchmarks.sm100.cases import Case
 from nvfp4_sgl.cutedsl_kernels.mxfp8 import operations as mxfp8_operations
 from nvfp4_sgl.cutedsl_kernels.mxfp8.operand import MxFp8Weights
 from nvfp4_sgl.cutedsl_kernels.plan import rows_of
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import Operands
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import BlockScaledKind
 from nvfp4_sgl.cutedsl_kernels.w4a4 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
@@ -84,11 +84,11 @@ class Drawn:
     """Random operands: codes and plain block scales."""
 
     generator: torch.Generator
-    operands: Operands
+    kind: BlockScaledKind
 
     def operand(self, k: int, *shape: int) -> tuple[Tensor, Tensor]:
         """Codes of ``shape`` by K elements, any but NaN, and their block scales, within a factor of 8."""
-        if self.operands == "nvfp4":
+        if self.kind == "nvfp4":
             scales = self._integers(0x28, 0x40, *shape, k // BLOCK)
             return self._integers(0, 256, *shape, k // 2), scales.view(E4M3)
         # Magnitudes up to 448: the code above is NaN.
@@ -99,7 +99,7 @@ class Drawn:
     def factors(self, *shape: int) -> Tensor:
         """Scales of rows and matrices; MXFP8 has none."""
         device = self.generator.device
-        if self.operands == "mxfp8":
+        if self.kind == "mxfp8":
             return torch.ones(shape, device=device)
         return torch.rand(shape, device=device, generator=self.generator) / 64 + 1 / 64
 
@@ -128,7 +128,7 @@ class Workload:
     @classmethod
     def make(cls, case: Case, device: torch.device, seed: int = 1) -> Workload:
         one, generator = case.product, torch.Generator(device).manual_seed(seed)
-        drawn = Drawn(generator, case.operands)
+        drawn = Drawn(generator, case.kind)
         tile, halves = case.token_tile, (2,) if one.gated else ()
         counts = _counts(case, generator)
         padded = (counts + tile - 1) // tile * tile if case.routed else counts
@@ -143,7 +143,7 @@ class Workload:
         arranged = swizzle_128x4(scales.flatten(1), tile)
         index = torch.arange(rows, device=device)
         group_of_row = torch.zeros_like(index)
-        if case.operands == "mxfp8":
+        if case.kind == "mxfp8":
             whole = MxFp8Tensor(weights[0] if one.gated else weights, weight_scales[0] if one.gated else weight_scales)
             of_case = MxFp8Weights.gated(whole) if one.gated else MxFp8Weights.of(whole)
             run, of_run = _launch_mxfp8(case, MxFp8Rows(codes, arranged.flatten(), tile), of_case)
@@ -301,7 +301,7 @@ class CudaTimer:
 def others(load: Workload) -> dict[str, Callable[[], object]]:
     """The same dense GEMM by other libraries, where they have it."""
     one = load.case.product
-    if load.codes.dim() != 2 or load.weights.dim() != 2 or load.case.operands != "nvfp4":
+    if load.codes.dim() != 2 or load.weights.dim() != 2 or load.case.kind != "nvfp4":
         return {}
     tokens, weights = swizzle_128x4(load.scales), swizzle_128x4(load.weight_scales)
     packed = torch.float4_e2m1fn_x2

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from nvfp4_sgl.targets.target import Descriptor
-from nvfp4_sgl.weights.gemms import Operands
+from nvfp4_sgl.weights.gemms import OperandKind
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.source import Shard
 
@@ -92,7 +92,7 @@ class ExpertsBackend(Protocol):
 
 @dataclass(frozen=True)
 class Backends:
-    """The backends of a target, by the operands of a GEMM.
+    """The backends of a target, by the kind of a GEMM's operands.
 
     Attributes:
         dense: GEMMs of all tokens. shared: those of a shared expert that runs by itself.
@@ -102,15 +102,15 @@ class Backends:
     """
 
     target: Descriptor
-    dense: Mapping[Operands, GemmBackend]
-    shared: Mapping[Operands, GatedBackend]
-    experts: Mapping[Operands, ExpertsBackend]
+    dense: Mapping[OperandKind, GemmBackend]
+    shared: Mapping[OperandKind, GatedBackend]
+    experts: Mapping[OperandKind, ExpertsBackend]
     expert_token_tile: Callable[[int, int], int]
     token_tile: Callable[[int], int] = lambda tokens: 1
 
     def __str__(self) -> str:
         return self.target.name
 
-    def kinds(self, context: Context, shards: Sequence[Shard]) -> list[Operands]:
-        """The operands of each matrix's GEMM if it is not merged with others."""
-        return [self.target.operands_of(context.source.storage(shard.stem)) for shard in shards]
+    def kinds(self, context: Context, shards: Sequence[Shard]) -> list[OperandKind]:
+        """The kinds of the matrices, each as if it were not merged with others."""
+        return [self.target.kind_of(context.source.storage(shard.stem)) for shard in shards]

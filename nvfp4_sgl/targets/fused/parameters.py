@@ -12,16 +12,16 @@ from nvfp4_sgl.weights.source import frozen
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Weights = TypeVar("Weights", bound="DataclassInstance")
+Operand = TypeVar("Operand", bound="DataclassInstance")
 
 
-class Parameters(nn.Module, Generic[Weights]):
+class Parameters(nn.Module, Generic[Operand]):
     """A dataclass whose tensors are parameters by the names of its fields; ``operand`` is the dataclass of them."""
 
-    def __init__(self, weights: Weights):
+    def __init__(self, operand: Operand):
         super().__init__()
-        values = {field.name: getattr(weights, field.name) for field in fields(weights)}
+        values = {field.name: getattr(operand, field.name) for field in fields(operand)}
         tensors = {name: frozen(value) for name, value in values.items() if isinstance(value, Tensor)}
         for name, tensor in tensors.items():
             self.register_parameter(name, tensor)
-        self.operand: Weights = replace(weights, **tensors)
+        self.operand: Operand = replace(operand, **tensors)

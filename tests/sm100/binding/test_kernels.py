@@ -146,7 +146,7 @@ class Size:
     gated: bool = False
     experts_per_token: int = 0
     output: Output = "bf16"
-    operands: Literal["nvfp4", "mxfp8", "bf16"] = "nvfp4"
+    kind: Literal["nvfp4", "mxfp8", "bf16"] = "nvfp4"
 
 
 def test_operations_ask_for_what_warm_up_ran() -> None:
@@ -180,7 +180,7 @@ def test_operations_ask_for_what_warm_up_ran() -> None:
     assert {key.shape.operands for key in recorder.keys} == {"nvfp4", "mxfp8"}
     pairs = 2
     sizes = [Size(F, K), Size(F, K, G), Size(F, K, E, True, pairs, "nvfp4"), Size(F, K, E, False, pairs)]
-    sizes += [Size(F, K, gated=True, operands="mxfp8"), Size(F, K, operands="mxfp8"), Size(F, K, operands="bf16")]
+    sizes += [Size(F, K, gated=True, kind="mxfp8"), Size(F, K, kind="mxfp8"), Size(F, K, kind="bf16")]
     assert set(recorder.keys) <= set(warm_up.keys_for(sizes, T, LIMIT, "sm_100a", B200_CLUSTERS, weighted=True))
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.common.shape import TOKEN_TILES, Output
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape, Operands
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import BlockScaledKind, KernelShape
 from tests.sm100.emulator import Options
 from tests.sm100.support.products import ExpertCase, ProductCase
 
@@ -22,7 +22,7 @@ def shapes() -> list[KernelShape]:
     """All valid ones."""
     found = []
     outputs: tuple[Output, ...] = ("bf16", "fp32", "nvfp4")
-    operands: tuple[Operands, ...] = ("nvfp4", "mxfp8")
+    operands: tuple[BlockScaledKind, ...] = ("nvfp4", "mxfp8")
     kinds = list(product(operands, (False, True), (False, True), (False, True), (1, 2, 4, 8)))
     pairs = [(False, 1, 1), *product((True,), (1, 2, 4), (1, 2, 4))]
     for tile, output, (operand, gated, grouped, stream_k, split), (pair, tokens, weights) in product(

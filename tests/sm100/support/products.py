@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nvfp4_sgl.cutedsl_kernels.sm100.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
-from nvfp4_sgl.cutedsl_kernels.sm100.shape import COUNTER_WORDS, KernelShape, Operands
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import COUNTER_WORDS, BlockScaledKind, KernelShape
 from nvfp4_sgl.formats.nvfp4 import quantize_rows, swiglu_row_scale
 from nvfp4_sgl.formats.scale_layout import scale_rows, swizzle_128x4, unswizzle_128x4
 from tests.sm100.emulator import Compiled, Options, Statistics, emulated
@@ -53,13 +53,13 @@ class RandomOperand:
 
     packed: Tensor
     scales: Tensor
-    operands: Operands = "nvfp4"
+    kind: BlockScaledKind = "nvfp4"
 
     @classmethod
-    def make(cls, groups: int, rows: int, k: int, seed: int, operands: Operands = "nvfp4") -> RandomOperand:
+    def make(cls, groups: int, rows: int, k: int, seed: int, kind: BlockScaledKind = "nvfp4") -> RandomOperand:
         """All codes, and scales over E4M3's whole finite range; a twentieth of the blocks have the scale 0."""
         random = np.random.default_rng(seed)
-        if operands == "mxfp8":
+        if kind == "mxfp8":
             return cls._mxfp8(random, groups, rows, k)
         packed = random.integers(0, 256, (groups, rows, k // 2), dtype=np.uint8)
         scales = random.integers(0, 127, (groups, rows, k // 16), dtype=np.uint8)
@@ -80,13 +80,13 @@ class RandomOperand:
     def values(self, group: int) -> np.ndarray:
         """fp64 [rows, k]."""
         codes, scales = self.packed[group].numpy(), self.scales[group].numpy()
-        if self.operands == "mxfp8":
+        if self.kind == "mxfp8":
             return NarrowOperand("e4m3", codes).values() * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, 1)
         return dequantize(codes, scales)
 
     def swizzled(self) -> Tensor:
         """Block scales of each matrix swizzled, one matrix after the other; NaN in the padding."""
-        return torch.stack([swizzle_rows(scales, 128, self.operands) for scales in self.scales])
+        return torch.stack([swizzle_rows(scales, 128, self.kind) for scales in self.scales])
 
 
 def whole_atoms(scales: Tensor) -> Tensor:
@@ -94,14 +94,14 @@ def whole_atoms(scales: Tensor) -> Tensor:
     return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
 
 
-def swizzle_rows(scales: Tensor, token_tile: int, operands: Operands = "nvfp4") -> Tensor:
+def swizzle_rows(scales: Tensor, token_tile: int, kind: BlockScaledKind = "nvfp4") -> Tensor:
     """Block scales [rows, kb] as a kernel of that token tile takes them; NaN in the padding rows."""
     rows, kb = scales.shape
     tile = min(token_tile, 128)
     tiles = -(-rows // tile)
-    padded = torch.full((tiles * tile, kb), NAN_SCALES[operands], dtype=torch.uint8)
+    padded = torch.full((tiles * tile, kb), NAN_SCALES[kind], dtype=torch.uint8)
     padded[:rows] = scales.view(torch.uint8)
-    spread = torch.full((tiles, 128, kb), NAN_SCALES[operands], dtype=torch.uint8)
+    spread = torch.full((tiles, 128, kb), NAN_SCALES[kind], dtype=torch.uint8)
     spread[:, :tile] = padded.view(tiles, tile, kb)
     return swizzle_128x4(spread.view(-1, kb))
 

@@ -10,14 +10,14 @@ import torch
 from cutlass import Int32, Uint32
 from cutlass.cute.runtime import make_ptr
 
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import Weights
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import WeightKind
 from nvfp4_sgl.cutedsl_kernels.sm90.stage import EXPAND_HALF, LOAD_HALF
 
 
 class Expansion:
     """``out[warp, lane, step, register]`` of the tile at ``packed``; one CTA of eight warps."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: WeightKind) -> None:
         self.weights = weights
 
     @staticmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 from nvfp4_sgl.cutedsl_kernels.sm90.call import Call
 from nvfp4_sgl.cutedsl_kernels.sm90.fp8_layout import pack_fp8_tiles
 from nvfp4_sgl.cutedsl_kernels.sm90.layout import pack_tiles
-from nvfp4_sgl.cutedsl_kernels.sm90.shape import GATE_ROWS, KernelShape, Weights
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import GATE_ROWS, KernelShape, WeightKind
 from nvfp4_sgl.limits import TILED_K_MULTIPLE
 from tests.sm100.emulator import Compiled, Options, Statistics, compile_for, emulated
 from tests.sm100.support.mutants import NativeFunction
@@ -68,7 +68,7 @@ def random_tokens(*shape: int, seed: int) -> Tensor:
     return torch.from_numpy(values).to(torch.bfloat16)
 
 
-def random_weights(weights: Weights, groups: int, rows: int, k: int, seed: int) -> RandomOperand:
+def random_weights(weights: WeightKind, groups: int, rows: int, k: int, seed: int) -> RandomOperand:
     """Weights as a kernel's shape names them. Of FP8 those of 64 of a row share a scale, and some rows are louder."""
     if weights == "nvfp4":
         return RandomOperand.make(groups, rows, k, seed)
@@ -84,7 +84,7 @@ def random_weights(weights: Weights, groups: int, rows: int, k: int, seed: int) 
 
 def pack(weights: RandomOperand) -> Tensor:
     """As kernels read them."""
-    if weights.operands == "mxfp8":
+    if weights.kind == "mxfp8":
         return pack_fp8_tiles(weights.packed.view(torch.float8_e4m3fn), weights.scales)
     return pack_tiles(weights.packed, weights.scales.view(torch.float8_e4m3fn))
 
