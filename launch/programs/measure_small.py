@@ -10,6 +10,7 @@ from pathlib import Path
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/measure_small", description="Figures of the small model.")
     parser.add_argument("checkpoint", type=Path, help="the BF16 checkpoint that launch/train_small wrote")
+    parser.add_argument("--acceptance", action="store_true", help="instead: which guesses of its draft are accepted")
     parser.add_argument("--documents", type=int, default=32, help="to measure on (%(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report here, too")
     parser.add_argument("--threads", type=int, default=2, help="of torch (%(default)s)")
@@ -19,11 +20,16 @@ def main() -> int:
     require_checkpoint(args.checkpoint)
     # Behind the parser: it takes seconds, which --help need not wait for.
     import torch
+    from small_model.acceptance import acceptance
     from small_model.figures import report
+    from small_model.measure import far_documents
 
     torch.set_num_threads(args.threads)
     lines = []
-    for line in report(args.checkpoint, args.documents):
+    found = report(args.checkpoint, args.documents)
+    if args.acceptance:
+        found = acceptance(args.checkpoint, far_documents(args.documents))
+    for line in found:
         print(line, flush=True)
         lines.append(line)
     if args.output:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nvfp4_sgl.checkpoint.drafts import DraftKind, draft_kind
+from nvfp4_sgl.checkpoint.drafts import draft_kind
 from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.errors import CheckpointError
 from small_model.guessing import Bundled, Draft, Lookup, Target
 from small_model.task import ANSWER_OFFSET, MEASURED_TOKENS, Document, question_id
 
@@ -83,18 +84,29 @@ def rounds(target: Target, draft: Draft, prompt: Sequence[int], text: Sequence[i
 
 
 def acceptance(checkpoint: Path, documents: Sequence[Document], **options: Any) -> Iterator[str]:
-    """Rows of a table on the draft that a checkpoint bundles, and on prompt lookup of as many tokens.
+    """Lines of a table on the draft that a checkpoint bundles, and on prompt lookup of as many tokens.
 
     Args:
         options: of :class:`nvfp4_sgl.standalone.Standalone`.
     """
     verified = verify(checkpoint)
+    kind = draft_kind(verified.inventory)
+    if kind is None:
+        remedy = "name a checkpoint that launch/train_small wrote with one"
+        raise CheckpointError(f"{checkpoint}: expected a draft under 'mtp.', found none; {remedy}")
     target = Target(verified, MEASURED_TOKENS + 2 * ANSWERED, **options)
     draft = Bundled(target, verified, STEPS)
     count = STEPS if draft.dspark is None else draft.dspark.block
-    kind = draft_kind(verified.inventory)
-    assert isinstance(kind, DraftKind)
-    drafts: dict[str, Draft] = {f"{kind.value}, {count} guesses": draft, f"prompt lookup, {count}": Lookup(count)}
+    drafts: dict[str, Draft] = {
+        f"{kind.value}, {count} guesses": draft,
+        f"{kind.value} rounded to NVFP4": Bundled(target, verified, STEPS, rounded=True),
+        f"prompt lookup, {count} guesses": Lookup(count),
+    }
+    yield f"{len(documents)} documents of {MEASURED_TOKENS} tokens. Greedy: {ANSWERED} tokens that the target answers."
+    yield "Else: the document's own questions, whose keys nothing tells. Right guesses: behind right ones of a round."
+    yield ""
+    yield "| guesses | text | tokens a round | right, by place | right answers | right form |"
+    yield "| --- | --- | --- | --- | --- | --- |"
     for text in ("greedy", "the document's"):
         for name, guesses in drafts.items():
             counts = Counts()

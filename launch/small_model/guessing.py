@@ -16,6 +16,7 @@ from nvfp4_sgl.checkpoint.reader import reader_for
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.draft_config import DsparkConfig
+from nvfp4_sgl.formats.nvfp4 import quantize_weight
 from nvfp4_sgl.model.contract import PassKind, PassRequest, Slots
 from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.layer import Place
@@ -56,15 +57,35 @@ class Draft(Protocol):
         """
 
 
-class Bundled:
-    """The draft that a checkpoint bundles; ``steps`` is how far MTP guesses."""
+class Rounded:
+    """A reader whose matrices went through NVFP4."""
 
-    def __init__(self, target: Target, verified: Verified, steps: int):
+    def __init__(self, reader: Any):
+        self.reader = reader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reader, name)
+
+    def read_matrix(self, stem: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        """The matrix, or a part of it, dequantised."""
+        whole = quantize_weight(self.reader.read_matrix(stem)).dequantize()
+        return whole[rows or slice(None), cols or slice(None)]
+
+
+class Bundled:
+    """The draft that a checkpoint bundles.
+
+    Args:
+        steps: how far MTP guesses.
+        rounded: with every matrix rounded to NVFP4.
+    """
+
+    def __init__(self, target: Target, verified: Verified, steps: int, *, rounded: bool = False):
         self.target, self.steps, config = target, steps, verified.config
         kind = draft_kind(verified.inventory)
         verify_draft(verified.inventory, verified.raw, config)
-        reader = reader_for(verified.inventory, target.model.device, of_draft=True)
-        context = replace(target.model.decoder.context, source=reader)
+        reader: Any = reader_for(verified.inventory, target.model.device, of_draft=True)
+        context = replace(target.model.decoder.context, source=Rounded(reader) if rounded else reader)
         self.dspark = DsparkConfig.parse(verified.raw, config) if kind is DraftKind.DSPARK else None
         self.draft = MtpDraft(context) if self.dspark is None else DsparkDraft(context, self.dspark)
         stages = 1 if self.dspark is None else self.dspark.stages
