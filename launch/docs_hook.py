@@ -22,6 +22,9 @@ CELL = re.compile(r"<t([dh])[ >].*?</t\1>", re.DOTALL)
 TAG = re.compile(r"(<[^>]+>)")
 UNBROKEN = re.compile(r"\S*-\w\S*|\d[\d,.]* (?:ms|µs|s|%|×|[GM]i?B|[GT]B/s|TFLOP/s|tokens/s)(?!\w)")
 """Words with a hyphen, and a figure with its unit."""
+OPTION = re.compile(r"<code>(-[^<\s]*)")
+MANY_LETTERS = 30
+"""Of a cell whose column stays wide enough for words where the page is narrow."""
 OPTIONAL = {"Use it": [("Security", "security.md")]}
 """Navigation entries by section, for pages that are added if their file is there."""
 
@@ -58,8 +61,18 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keep dates, names of models and figures with their units on one line of a table's cell."""
-    return CELL.sub(lambda cell: "".join(map(unbroken, TAG.split(cell[0]))), html)
+    """Keep options, and in cells dates, names of models and figures with their units, on one line."""
+    html = CELL.sub(lambda match: cell(match[0]), html)
+    return OPTION.sub(r'<code><span class="unbroken">\1</span>', html)
+
+
+def cell(html: str) -> str:
+    """A table's cell without breaks within words; class ``words`` if it holds a sentence."""
+    parts = TAG.split(html)
+    letters = sum(len(part) for part in parts if not part.startswith("<"))
+    if letters >= MANY_LETTERS and "<code>" not in parts:
+        parts[1] = f'{parts[1][:3]} class="words"{parts[1][3:]}'
+    return "".join(map(unbroken, parts))
 
 
 def unbroken(part: str) -> str:

@@ -68,6 +68,8 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert "results.html" in links and "index.html" in links
     assert not [link for link in links if link.startswith("results/")], "the menu leads to notebooks one by one"
     assert re.search(r'<td><span class="unbroken">20\d\d-\d\d-\d\d</span>', page), "a date may break in a cell"
+    assert '<code><span class="unbroken">--' in html and "<code>--" not in html, "an option may break behind a hyphen"
+    assert '<td class="words">' in page, "a column of words may be as narrow as a word on a telephone"
 
 
 def is_there(site: Path, page: str, anchor: str) -> bool:
