@@ -132,7 +132,7 @@ def test_a_user_page_says_no_figure_that_the_data_do_not_hold(page: Path) -> Non
         ("loads 2.40 and 9.99 GB/s", ["9.99 GB/s"]),
         ("takes 9.1\nms, or 9.2\u00a0ms, or 9.3&nbsp;ms, or 9.4\n  ms", ["9.1 ms", "9.2 ms", "9.3 ms", "9.4 ms"]),
         ("takes **9.1** ms, **9.2 ms**, _9.3_ ms, <b>9.4</b> ms", ["9.1 ms", "9.2 ms", "9.3 ms", "9.4 ms"]),
-        ("in 9 s, 9 seconds, 8 minutes, 7 h", ["9 s", "9 s", "8 min", "7 h"]),
+        ("in 9 s, 9 seconds, 9 milliseconds, 8 minutes, 7 h", ["9 s", "9 s", "9 ms", "8 min", "7 h"]),
         ("of 7 KB, 7 MB, 7 GB, 7 GiB and 7 TB", ["7 KB", "7 MB", "7 GB", "7 GiB", "7 TB"]),
         ("at 99 tok/s, 9.1x, 9.2 x, 9-fold, 9 percent", ["99 tokens/s", "9.1 ×", "9.2 ×", "9 ×", "9 %"]),
         ("takes 9.1–9.2 ms or 9.3-9.4 ms", ["9.1 ms", "9.2 ms", "9.3 ms", "9.4 ms"]),

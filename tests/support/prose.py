@@ -16,9 +16,9 @@ MOST_FIGURES = 2
 """In a sentence, and in a hundred words of a page outside its tables."""
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 UNITS = {
-    r"ms\b": "ms",
-    r"(?:[µμu]s)\b": "µs",
-    r"(?:s|seconds?)\b(?!/)": "s",
+    r"(?:ms|milliseconds?)\b": "ms",
+    r"(?:[µμu]s|microseconds?)\b": "µs",
+    r"(?:s|secs?|seconds?)\b(?!/)": "s",
     r"min(?:utes?)?\b": "min",
     r"(?:h|hours?)\b": "h",
     r"tok(?:ens?)?(?:/s(?:ec)?\b| a second| per second)": "tokens/s",
@@ -39,7 +39,7 @@ MONTH = (
 )
 DATE = re.compile(
     r"\b20\d\d(?P<mark>[-/.])\d\d?(?P=mark)\d\d?(?!\d)|\b\d\d?[/.]\d\d?[/.]20\d\d\b"
-    rf"|\b\d\d?(?:st|nd|rd|th|\.)?(?:\s+of)?\s+{MONTH}(?!\w)(?:,?\s+20\d\d\b)?"
+    rf"|\b\d\d?(?:st|nd|rd|th|\.)?(?:\s+of)?[\s-]+{MONTH}(?!\w)(?:,?[\s-]+20\d\d\b)?"
     rf"|\b{MONTH}(?:\s+the)?\s+\d{{1,4}}(?:st|nd|rd|th)?\b"
 )
 """Of a year, a month and a day in any order, or of a month and one of the others."""
