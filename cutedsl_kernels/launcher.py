@@ -63,10 +63,11 @@ class CudaLauncher:
     Args:
         kernels: the cache that kernels come from.
         programmatic_launch: let kernels start while their predecessor is ending. Until it has ended they write nothing
-            and read nothing but weights; a GEMM over experts reads not even those, which follow from its counts. So
-            between a launch that writes weights and the GEMM that reads them there must be an ordinary launch, or a
-            kernel that waits before it triggers the next (PDL): Triton's kernels and GEMMs over experts do. Dense GEMMs
-            give no such guarantee.
+            and read nothing but weights; a GEMM over experts reads not even those, which follow from its counts, unless
+            it is told that offsets and counts are ready (``counts_ahead``). So between a launch that writes weights, or
+            such offsets and counts, and the GEMM that reads them there must be an ordinary launch, or a kernel that
+            waits before it triggers the next (PDL): Triton's kernels, GEMMs over experts and Hopper's dense GEMMs do,
+            SM100's dense GEMMs do not.
         pin: what all plans have in common; None plans for speed.
     """
 

@@ -183,6 +183,7 @@ def plan_w4a16_experts(
     output: Output,
     clusters: Clusters,
     gathers: bool = False,
+    counts_ahead: bool = False,
     *,
     pin: Pin | None = None,
 ) -> HopperShape:
@@ -190,6 +191,7 @@ def plan_w4a16_experts(
 
     Args:
         gathers: whether it takes its tokens from the rows of an unsorted matrix.
+        counts_ahead: whether it reads offsets and counts before the previous kernel has ended.
 
     Raises:
         OperandValueError: plans are pinned to another token tile, or to a split of K that Hopper has not.
@@ -199,10 +201,11 @@ def plan_w4a16_experts(
             raise OperandValueError(
                 f"token_tile: expected {pin.token_tile}, to which plans are pinned, found {token_tile}"
             )
-        return replace(_pinned_hopper(pin, k, output, gated, grouped=True), gathers=gathers)
+        shape = _pinned_hopper(pin, k, output, gated, grouped=True)
+        return replace(shape, gathers=gathers, counts_ahead=counts_ahead)
     pairs = pairs_in(rows, experts, token_tile)
     shape = hopper.choose_experts(features, k, pairs, experts, gated, token_tile, output, clusters)
-    return replace(shape, gathers=gathers)
+    return replace(shape, gathers=gathers, counts_ahead=counts_ahead)
 
 
 def w4a16_gathers(token_tile: int) -> bool:
@@ -266,7 +269,8 @@ def every_w4a16_key(limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> li
         gated += [replace(shape, gathers=True) for shape in gated if w4a16_gathers(tile)]
         keys += [KernelKey("sm_90a", shape, limit) for shape in gated]
         for output in outputs:
-            keys += [KernelKey("sm_90a", shape) for shape in hopper.expert_shapes(k, tile, False, output)]
+            down = hopper.expert_shapes(k, tile, False, output)
+            keys += [KernelKey("sm_90a", replace(shape, counts_ahead=ahead)) for shape in down for ahead in (False, True)]
     return list(dict.fromkeys(key for key in keys if key.shape.stages >= hopper.MIN_STAGES))
 
 

@@ -17,8 +17,8 @@ unsorted matrix (load.py). Up to 16 tokens every warp multiplies by itself (warp
 (warpgroup_sums.py). CTAs are persistent.
 
 Programmatic dependent launch: each CTA sets up and issues the weight loads of its first stages before the previous
-kernel has ended; it reads tokens and writes outputs after that. With experts all CTAs wait before they read the counts,
-which say whose weights are needed. The next kernel may begin once every CTA has issued the loads of its last tile, or
+kernel has ended; it reads tokens and writes outputs after that. With experts the counts say whose weights are needed:
+all CTAs wait before they read them, unless the shape says that an earlier kernel wrote them (``counts_ahead``). The next kernel may begin once every CTA has issued the loads of its last tile, or
 has received it, where tokens are gathered.
 
 Numerics: expanded weights are exact in bf16; sums are the tensor core's, in fp32, in the order of K. With tiles of 8
@@ -191,9 +191,10 @@ class W4A16Gemm(Gemm):
         place = Place(1, 1, Int32(0), Int32(0))
         if cutlass.const_expr(shape.grouped):
             per_expert = cute.make_layout(groups)
-            # The previous kernel of the stream may still be running up to here; it wrote the counts, by which even the
-            # weights are chosen.
-            cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(shape.waits_first):
+                # The previous kernel of the stream may still be running up to here; it wrote the counts, by which even
+                # the weights are chosen.
+                cute.arch.griddepcontrol_wait()
             schedule = GroupedSchedule(
                 place, feature_tiles, shape.token_tile, groups,
                 cute.make_tensor(offsets, per_expert), cute.make_tensor(counts, per_expert),
@@ -233,7 +234,7 @@ class W4A16Gemm(Gemm):
                     loads = TrimmedLoads.create(shape, load, schedule, atom, tokens, self._tokens(storage))
                 else:
                     loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
-                load_stages(loads, ring, schedule, total, work, not shape.grouped or shape.gathers)
+                load_stages(loads, ring, schedule, total, work, shape.weights_ahead)
                 # Trigger the next kernel of the stream: its CTAs set up as these exit, then wait for the end.
                 # Triggering before the first loads instead is no faster (launch/results/hopper_step_h200.md).
                 cute.arch.griddepcontrol_launch_dependents()
@@ -264,7 +265,7 @@ class W4A16Gemm(Gemm):
             products = WarpSums(shape, ring, weights, storage.tokens.data_ptr().toint(), warp)
         else:
             products = WarpgroupSums(shape, ring, weights, self._tokens(storage), warp, mmas)
-        if cutlass.const_expr(not shape.grouped):
+        if cutlass.const_expr(not shape.waits_first):
             # The epilogue writes what earlier kernels may read, and everything here comes after the first tokens.
             cute.arch.griddepcontrol_wait()
         position = ring.consumer()

@@ -84,6 +84,8 @@ class KernelShape(GemmShape):
         max_ctas: CTAs of a launch that may share an SM. A launch of fewer CTAs than places does not spread evenly over
             the SMs; with fewer places it must.
         gathers: whether tokens are taken from rows of an unsorted matrix, of experts' kernels for few tokens a tile.
+        counts_ahead: whether an experts' kernel reads offsets and counts, and loads its first weights, before the
+            previous kernel has ended. That kernel must have waited for the one that wrote them.
 
     Raises:
         ValueError: a combination that does not exist.
@@ -92,6 +94,7 @@ class KernelShape(GemmShape):
     weights: WeightKind = "nvfp4"
     max_ctas: int = MAX_CTAS
     gathers: bool = False
+    counts_ahead: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,6 +109,8 @@ class KernelShape(GemmShape):
             raise ValueError(
                 f"gathers: expected a grouped kernel of token_tile at most {GATHER_MAX_TILE}, found {self}"
             )
+        if self.counts_ahead and (self.gathers or not self.grouped):
+            raise ValueError(f"counts_ahead: expected a grouped kernel of sorted rows, found {self}")
         if self.split_k > max_split(self.token_tile):
             limit = max_split(self.token_tile)
             raise ValueError(f"split_k is at most {limit} for token_tile {self.token_tile}, found {self.split_k}")
@@ -122,6 +127,16 @@ class KernelShape(GemmShape):
     def cluster(self) -> int:
         """CTAs of a cluster."""
         return self.split_k
+
+    @property
+    def weights_ahead(self) -> bool:
+        """Whether the loads of the first weights are issued before the first tokens."""
+        return not self.grouped or self.gathers or self.counts_ahead
+
+    @property
+    def waits_first(self) -> bool:
+        """Whether every warp waits for the previous kernel before it reads anything."""
+        return self.grouped and not self.counts_ahead
 
     @property
     def multiplies_by_warp(self) -> bool:

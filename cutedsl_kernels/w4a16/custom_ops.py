@@ -47,12 +47,14 @@ class ExpertOperands(GemmOperands):
 
     Attributes:
         token_tile: what offsets are multiples of.
+        counts_ahead: whether offsets and counts may be read before the previous kernel has ended.
     """
 
     token_tile: int
     offsets: Tensor
     counts: Tensor
     sources: Tensor | None
+    counts_ahead: bool
 
 
 def _check_operands(op: str, x: operators.Operands, features: int, tile_bytes: int = TILE_BYTES) -> None:
@@ -106,6 +108,8 @@ def _check_experts(op: str, x: ExpertOperands) -> Output:
         require_shape(f"{op}: out", x.out, (x.tokens.shape[0], features), "[rows, features]")
     else:
         _check_sources(op, x, x.sources)
+    if x.counts_ahead and x.limit is not None:
+        raise OperandValueError(f"{op}: counts_ahead: expected False for a gated GEMM, which follows the routing")
     if x.limit is not None:
         require_multiple(f"{op}: out", "features", features, GATE_ROWS, "gates and ups alternate by so many")
     _check_operands(op, x, features if x.limit is None else 2 * features)
@@ -141,7 +145,7 @@ def _experts(x: ExpertOperands, output: Output, target: Target) -> Call:
     features, k, rows, experts = x.out.shape[1], x.tokens.shape[1], max(x.out.shape[0], 1), x.weights.shape[0]
     gated, gathers = x.limit is not None, x.sources is not None
     shape = plan.plan_w4a16_experts(
-        features, k, rows, experts, gated, x.token_tile, output, target.clusters, gathers, pin=target.pin
+        features, k, rows, experts, gated, x.token_tile, output, target.clusters, gathers, x.counts_ahead, pin=target.pin
     )
     return Call(
         shape=shape, weights=x.weights, tokens=x.tokens, out=x.out, alpha=x.alpha, offsets=x.offsets, counts=x.counts,
@@ -155,7 +159,7 @@ Room(GemmOperands, ARCHITECTURES, ACTIVATIONS).register(
 Room(ExpertOperands, ARCHITECTURES, ACTIVATIONS).register(
     Operator(
         "w4a16_experts(Tensor tokens, int token_tile, Tensor offsets, Tensor counts, Tensor weights, Tensor alpha,"
-        " float? limit, Tensor? sources, Tensor(a!) out)",
+        " float? limit, Tensor? sources, bool counts_ahead, Tensor(a!) out)",
         _check_experts,
         _experts,
     )

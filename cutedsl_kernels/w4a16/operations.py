@@ -3,8 +3,9 @@
 Each writes into ``out``, which it allocates unless given. Weights are expanded to bf16, which is exact; sums are fp32;
 then ``acc * alpha``, SwiGLU if any, and one rounding to the output dtype.
 
-Programmatic dependent launch: a dense GEMM loads its weights before the kernel before it has ended. So that kernel may
-not write them, nor may an earlier one with only dense GEMMs in between (``launcher.CudaLauncher``).
+Programmatic dependent launch: a dense GEMM loads its weights before the kernel in front of it has ended, so that kernel
+may not write them (``launcher.CudaLauncher``). The same holds for the weights, offsets and counts of an experts' GEMM
+with ``counts_ahead``.
 
 Limits: K a multiple of 64; the address of every operand, every stride, and a row of outputs a multiple of 16 bytes
 (features in multiples of 8 for bf16, 4 for fp32); gated features in multiples of 8; at most 512 experts.
@@ -110,7 +111,7 @@ def expert_gate_up(
         rows = tokens.shape[0] if sources is None else sources.shape[0]
         out = tokens.new_empty((rows, weights.features // 2))
     arguments = (tokens, token_tile, offsets, counts, weights.tiles, weights.scale)
-    torch.ops.nvfp4_sgl.w4a16_experts(*arguments, limit, sources, out)
+    torch.ops.nvfp4_sgl.w4a16_experts(*arguments, limit, sources, False, out)
     return out
 
 
@@ -122,6 +123,7 @@ def expert_down(
     weights: TiledWeights,
     *,
     out: Tensor | None = None,
+    counts_ahead: bool = False,
 ) -> Tensor:
     """Compute the down projection of each row by its expert, or any other without SwiGLU.
 
@@ -130,6 +132,9 @@ def expert_down(
         weights: ``TiledWeights.allocate_experts`` [E, F, K].
         out: bf16 or fp32 [R, F]; bf16, allocated, unless given. Rows that belong to no expert's tiles are left as they
             are.
+        counts_ahead: read offsets and counts, and load the first weights, before the launch in front has ended. That
+            launch must have waited for the one that wrote them before it triggers this one, as :func:`expert_gate_up`
+            and the Triton kernels do.
 
     Returns:
         ``out``.
@@ -137,5 +142,5 @@ def expert_down(
     if out is None:
         out = tokens.new_empty((tokens.shape[0], weights.features))
     arguments = (tokens, token_tile, offsets, counts, weights.tiles, weights.scale)
-    torch.ops.nvfp4_sgl.w4a16_experts(*arguments, None, None, out)
+    torch.ops.nvfp4_sgl.w4a16_experts(*arguments, None, None, counts_ahead, out)
     return out

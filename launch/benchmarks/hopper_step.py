@@ -55,6 +55,7 @@ class Gemm:
     gated: bool = False
     tile: int = 0
     gathers: bool = False
+    counts_ahead: bool = False
 
     @classmethod
     def of_product(cls, features: int, k: int, rows: int, groups: int, output: Output, *_: object) -> Gemm:
@@ -64,17 +65,17 @@ class Gemm:
     @classmethod
     def of_experts(
         cls, features: int, k: int, rows: int, experts: int, gated: bool, tile: int, output: Output, _: object,
-        gathers: bool = False,
+        gathers: bool = False, counts_ahead: bool = False,
     ) -> Gemm:  # fmt: skip
         """From the arguments of ``plan.plan_w4a16_experts``."""
-        return cls("experts", features, k, rows, experts, output, gated, tile, gathers)
+        return cls("experts", features, k, rows, experts, output, gated, tile, gathers, counts_ahead)
 
     @property
     def shapes(self) -> list[KernelShape]:
         """The shapes worth trying."""
         if self.kind == "experts":
             shapes = [
-                replace(shape, gathers=self.gathers)
+                replace(shape, gathers=self.gathers, counts_ahead=self.counts_ahead)
                 for shape in expert_shapes(self.k, self.tile, self.gated, self.output)
             ]
         else:

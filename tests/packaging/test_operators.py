@@ -26,7 +26,7 @@ SCHEMAS = {
     "product": "(Tensor tokens, Tensor token_scales, Tensor row_scale, int token_tile, Tensor weights,"
     " Tensor weight_scales, Tensor alpha, Tensor(a!) out) -> ()",
     "w4a16_experts": "(Tensor tokens, int token_tile, Tensor offsets, Tensor counts, Tensor weights, Tensor alpha,"
-    " float? limit, Tensor? sources, Tensor(a!) out) -> ()",
+    " float? limit, Tensor? sources, bool counts_ahead, Tensor(a!) out) -> ()",
     "w4a16_product": "(Tensor tokens, Tensor weights, Tensor alpha, Tensor(a!) out) -> ()",
     "w8a16_product": "(Tensor tokens, Tensor weights, Tensor ones, Tensor(a!) out) -> ()",
 }

@@ -28,6 +28,10 @@ SHAPES = [
     KernelShape(8, gated=True, grouped=True, gathers=True),
     KernelShape(16, gated=True, grouped=True, gathers=True),
     KernelShape(8, split_k=4, gated=True, grouped=True, gathers=True),
+    KernelShape(8, grouped=True, counts_ahead=True),
+    KernelShape(16, split_k=2, grouped=True, counts_ahead=True),
+    KernelShape(128, grouped=True, counts_ahead=True),
+    KernelShape(256, grouped=True, counts_ahead=True),
 ]
 
 

@@ -20,6 +20,7 @@ MODES = {"immediate": Options(overlap=True), "random": Options("random", 1, over
 GATE_UP = ExpertCase(KernelShape(8, gated=True, grouped=True), (3, 0, 8), features=64, k=128)
 GATHERING = replace(GATE_UP, shape=replace(GATE_UP.shape, gathers=True))
 DOWN = ExpertCase(KernelShape(8, grouped=True), GATE_UP.counts, features=72, k=GATE_UP.features)
+AHEAD = replace(DOWN, shape=replace(DOWN.shape, counts_ahead=True))
 WAIT = "griddepcontrol.wait;"
 TRIGGER = "griddepcontrol.launch_dependents;"
 TOO_EARLY = r"without griddepcontrol\.wait"
@@ -34,10 +35,14 @@ ROUTE = """mov.u32 %r0, %tid.x; ld.param.b64 %q0, [p0]; ld.param.b64 %q1, [p1];
 
 
 def run_layer(
-    options: Options, gate_up: Compiled | None = None, down: Compiled | None = None, case: ExpertCase = GATE_UP
+    options: Options,
+    gate_up: Compiled | None = None,
+    down: Compiled | None = None,
+    case: ExpertCase = GATE_UP,
+    second_case: ExpertCase = DOWN,
 ) -> tuple[Tensor, Tensor]:
     """Routing, gates and ups, down, each after the other: outputs of the second kernel and of the third."""
-    (first, weights), (second, _) = case.build(), DOWN.build()
+    (first, weights), (second, _) = case.build(), second_case.build()
     assert first.offsets is not None and first.counts is not None
     made = [first.offsets, first.counts, *([] if first.sources is None else [first.sources])]
     known = torch.cat(made)
@@ -53,15 +58,16 @@ def run_layer(
         emulator(gate_up or compile_shape(first.shape), first.arguments(2), 0)
         emulator(down or compile_shape(second.shape), second.arguments(2), 0)
     case.compare(first, weights)
-    DOWN.compare(second, DOWN.build()[1])
+    second_case.compare(second, second_case.build()[1])
     return first.out, second.out
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("down", [DOWN, AHEAD], ids=["counts waited for", "counts ahead"])
 @pytest.mark.parametrize("case", [GATE_UP, GATHERING], ids=["sorted rows", "gathered rows"])
-def test_each_kernel_takes_what_those_before_it_write(case: ExpertCase, mode: str) -> None:
+def test_each_kernel_takes_what_those_before_it_write(case: ExpertCase, down: ExpertCase, mode: str) -> None:
     alone = run_layer(Options(), case=case)
-    for found, expected in zip(run_layer(MODES[mode], case=case), alone, strict=True):
+    for found, expected in zip(run_layer(MODES[mode], case=case, second_case=down), alone, strict=True):
         for rows in GATE_UP.rows():
             assert torch.equal(found[rows], expected[rows]) and expected[rows].isfinite().all()
 
@@ -73,6 +79,22 @@ def test_experts_need_their_wait(kernel: str) -> None:
     mutant: dict[str, Any] = {kernel: compiled.patched(WAIT, "")}
     with pytest.raises(HazardError, match=TOO_EARLY):
         run_layer(MODES["immediate"], **mutant)
+
+
+def test_counts_ahead_need_the_wait_in_front_of_the_tokens() -> None:
+    compiled = compile_shape(AHEAD.shape)
+    both = compiled.patched(WAIT, "", count=2)
+    with pytest.raises(HazardError, match=TOO_EARLY):
+        run_layer(MODES["immediate"], down=both, second_case=AHEAD)
+
+
+def test_counts_ahead_need_a_kernel_in_front_that_waits() -> None:
+    """Gates and ups that let the next kernel in before they have waited let it read counts that are not there."""
+    compiled = compile_shape(GATE_UP.shape)
+    early = compiled.patched(WAIT, f"{TRIGGER} {WAIT}")
+    with pytest.raises(HazardError, match=TOO_EARLY):
+        run_layer(MODES["immediate"], gate_up=early, second_case=AHEAD)
+    run_layer(MODES["immediate"], gate_up=early)
 
 
 def test_gathering_needs_the_first_of_its_waits() -> None:
@@ -123,8 +145,8 @@ WORDS = 64
 """Words of the weights that a kernel writes, as they are."""
 
 
-def run_after_a_write(options: Options, programmatic: bool) -> Tensor:
-    """A kernel that writes weights; a dense GEMM of others; a GEMM of the former, as a dependent launch or not."""
+def run_after_a_write(options: Options, between: Compiled | None = None, programmatic: bool = True) -> Tensor:
+    """A kernel that writes weights; maybe a GEMM of others; a GEMM of the former, as a dependent launch or not."""
     (first, _), (second, _) = PLAIN.build(), replace(PLAIN, seed=5).build()
     written = span(second.weights).view(torch.int32)[:WORDS]
     source = written.clone()
@@ -134,7 +156,8 @@ def run_after_a_write(options: Options, programmatic: bool) -> Tensor:
         stream, buffers = emulator.stream, [source.numpy(), written.numpy()]
         write = make_launch(ROUTE.format(words=WORDS), buffers, target="sm_90a", options=options, stream=stream)
         stream.submit(write, programmatic=False)
-        emulator(compile_shape(first.shape), first.arguments(1), 0)
+        if between is not None:
+            emulator(between, first.arguments(1), 0)
         if not programmatic:
             stream.synchronize()
         emulator(compile_shape(second.shape), second.arguments(1), 0)
@@ -142,8 +165,12 @@ def run_after_a_write(options: Options, programmatic: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_dense_gemms_do_not_keep_weights_from_being_read_too_early(mode: str) -> None:
-    """The next kernel reads weights before it waits, and may not rely on the GEMM before it having done so."""
-    assert run_after_a_write(MODES[mode], False).isfinite().all()
+def test_weights_may_be_written_by_the_launch_before_the_one_in_front(mode: str) -> None:
+    """A GEMM reads weights before it waits. The one in front of it waits before it triggers, by the same warp."""
+    gemm = compile_shape(PLAIN.shape)
+    assert run_after_a_write(MODES[mode], programmatic=False).isfinite().all()
+    assert run_after_a_write(MODES[mode], gemm).isfinite().all()
     with pytest.raises(HazardError, match=TOO_EARLY):
-        run_after_a_write(MODES[mode], True)
+        run_after_a_write(MODES[mode])
+    with pytest.raises(HazardError, match=TOO_EARLY):
+        run_after_a_write(MODES[mode], gemm.patched(WAIT, f"{TRIGGER} {WAIT}", count=2))

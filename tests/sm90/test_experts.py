@@ -30,6 +30,10 @@ def down(token_tile: int, split_k: int = 1, output: Output = "bf16") -> KernelSh
     return KernelShape(token_tile, split_k, output, grouped=True)
 
 
+def ahead(token_tile: int, split_k: int = 1, output: Output = "bf16") -> KernelShape:
+    return replace(down(token_tile, split_k, output), counts_ahead=True)
+
+
 CASES = [
     # Empty experts first, in the middle and last; one row, a full tile, one more.
     ExpertCase(gate_up(8), (0, 1, 9, 0, 8, 0), features=72, k=192),
@@ -63,6 +67,12 @@ CASES = [
     ExpertCase(gather(16, output="fp32"), (17, 0, 3), features=16, k=64, backwards=True),
     ExpertCase(gather(8, split_k=3), (0, 9, 1), features=72, k=448),
     ExpertCase(gather(8), (3, 2, 1, 5, 8), features=136, k=704),
+    # Weights before the tokens: fewer and more stages than the ring has, clusters without a tile, widths of a tile.
+    ExpertCase(ahead(8), (0, 2, 8, 11, 0), features=136, k=192),
+    ExpertCase(ahead(8, split_k=4), (0, 9, 2), features=16, k=576),
+    ExpertCase(ahead(16, output="fp32"), (0, 0, 3), features=12, k=1088, backwards=True),
+    ExpertCase(ahead(128), (96, 97, 0, 129), features=16, k=832),
+    ExpertCase(ahead(256), (5, 257), features=8, k=576),
     # One expert that all rows visit.
     ExpertCase(gate_up(8, grouped=False), (11,), features=72, k=192),
     ExpertCase(gate_up(16, split_k=2, grouped=False, output="fp32"), (18,), features=16, k=320),
@@ -73,6 +83,7 @@ CASES = [
 def name(case: ExpertCase) -> str:
     shape = case.shape
     kind = "gate up" if shape.gated else "down"
+    kind += " ahead" * case.shape.counts_ahead
     kind += f" split {shape.split_k}" * (shape.split_k > 1) + " backwards" * case.backwards
     return f"{kind} {shape.token_tile} {shape.output} {case.counts} {case.features}x{case.k}"
 
@@ -92,7 +103,7 @@ MODES = {
     GATHERING: (Options("starved", 5, "cp_async"), 2),
 }
 """When engines act, and on how many clusters."""
-TIMED = [gate_up(8), down(8), gate_up(8, split_k=2), gather(8), gather(16), gather(8, split_k=2)]
+TIMED = [gate_up(8), down(8), ahead(8), ahead(8, split_k=2), gate_up(8, split_k=2), gather(8), gather(16), gather(8, split_k=2)]
 TIMED_IN = [(shape, mode) for shape in TIMED for mode in MODES if shape.gathers or mode != GATHERING]
 
 

@@ -90,7 +90,7 @@ def test_experts(gathers: bool, runner: EmulatedLauncher) -> None:
         hidden = operations.expert_gate_up(tokens[used].flip(0), *groups, w13, LIMIT, sources=sources)
     else:
         hidden = operations.expert_gate_up(tokens, *groups, w13, LIMIT)
-    output = operations.expert_down(hidden, *groups, w2)
+    output = operations.expert_down(hidden, *groups, w2, counts_ahead=True)
     for i, (first, count) in enumerate(zip(offsets, counts, strict=True)):
         if not count:
             continue
@@ -100,6 +100,7 @@ def test_experts(gathers: bool, runner: EmulatedLauncher) -> None:
         assert_close(hidden[rows], expected)
         assert_close(output[rows], hidden[rows].double() @ plain(downs[i]).T)
     assert [(key.limit, key.shape.gathers) for key in runner.keys] == [(LIMIT, gathers), (None, False)]
+    assert [key.shape.counts_ahead for key in runner.keys] == [False, True]
 
 
 def test_no_rows_launch_nothing(runner: EmulatedLauncher) -> None:

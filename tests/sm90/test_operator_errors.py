@@ -52,6 +52,7 @@ def experts(**changed: Any) -> None:
         "alpha": torch.ones(E, 2),
         "limit": 10.0,
         "sources": None,
+        "counts_ahead": False,
         "out": torch.zeros(T, F, dtype=BF16),
     }
     torch.ops.nvfp4_sgl.w4a16_experts(*(right | changed).values())
@@ -65,8 +66,9 @@ def test_right_calls_are_launched(runner: DryLauncher) -> None:
     product(tokens=torch.zeros(T, G, K, dtype=BF16), weights=tiles(G), alpha=torch.ones(G, F), out=torch.zeros(T, G, F))
     experts()
     experts(weights=tiles(E), alpha=torch.ones(E), limit=None)
+    experts(weights=tiles(E), alpha=torch.ones(E), limit=None, counts_ahead=True)
     experts(tokens=torch.zeros(5, K, dtype=BF16), sources=SOURCES)
-    assert len(runner.keys) == 5
+    assert len(runner.keys) == 6 and runner.keys[4].shape.counts_ahead
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,7 @@ def test_wrong_products(changed: dict[str, Any], message: str, runner: DryLaunch
         ),
         ({"sources": SOURCES, "token_tile": 32}, "sources: expected a gated GEMM with a token tile that gathers"),
         ({"sources": SOURCES, "limit": None}, "sources: expected a gated GEMM"),
+        ({"counts_ahead": True}, "counts_ahead: expected False for a gated GEMM"),
     ],
 )
 def test_wrong_experts(changed: dict[str, Any], message: str, runner: DryLauncher) -> None:

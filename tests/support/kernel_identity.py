@@ -53,7 +53,7 @@ def family(task: KernelKey | Variant) -> str:
         architecture = json.loads(task.specialization)["target"]
         return f"triton {architecture} {task.module}.{task.name}"
     shape = task.shape
-    fields = ("operands", "weights", "output", "grouped", "gated", "gathers", "stream_k", "pair")
+    fields = ("operands", "weights", "output", "grouped", "gated", "gathers", "counts_ahead", "stream_k", "pair")
     words = [f"{name}={getattr(shape, name)}" for name in fields if hasattr(shape, name)]
     return " ".join(("gemm", task.architecture, *words))
 

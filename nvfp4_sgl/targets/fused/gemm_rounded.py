@@ -97,10 +97,10 @@ class RoundedExpertGemms(nn.Module):
         groups, w13, w2 = (routes.tile, routes.offsets, routes.counts), self.w13.operand, self.w2.operand
         rows = scatter_rows(values, routes.destination, x.new_empty(len(routes.source_row), x.shape[1]))
         sums = rows.new_empty(len(rows), w13.features, dtype=torch.float32)
-        operations.expert_down(rows, *groups, w13, out=sums)
+        operations.expert_down(rows, *groups, w13, out=sums, counts_ahead=True)
         hidden = rows.new_empty(len(rows), w2.k)
         swiglu_to_nvfp4(sums, scale, self.alpha.data, routes, self._limit, self._hidden_scale, hidden)
-        return operations.expert_down(hidden, *groups, w2)
+        return operations.expert_down(hidden, *groups, w2, counts_ahead=True)
 
 
 class Rounded:

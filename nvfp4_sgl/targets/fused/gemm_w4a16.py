@@ -62,7 +62,7 @@ class W4A16ExpertGemms(nn.Module):
         else:
             x = scatter_rows(x, routes.destination, x.new_empty(len(routes.source_row), x.shape[1]))
         hidden = operations.expert_gate_up(x, *groups, w13, self._limit, sources=sources)
-        return operations.expert_down(hidden, *groups, self.w2.operand)
+        return operations.expert_down(hidden, *groups, self.w2.operand, counts_ahead=True)
 
 
 class W4A16:

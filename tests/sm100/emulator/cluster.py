@@ -48,6 +48,8 @@ class Cta:
         self.named_barriers = NamedBarriers()
         self.triggered = False
         """Whether it has executed griddepcontrol.launch_dependents."""
+        self.triggered_after_wait = False
+        """Whether the warp that executed it first had executed griddepcontrol.wait."""
         self.refused = False
         """Whether it has seen that a request for another cluster's work failed."""
         self.special: dict[str, int] = self._special()

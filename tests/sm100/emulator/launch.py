@@ -176,6 +176,11 @@ class Launch:
         return all(run.done or run.triggered for run in self.runs)
 
     @property
+    def triggered_after_wait(self) -> bool:
+        """Whether a dependent launch begins after the end of the launch before this one: every CTA saw to that."""
+        return all(cta.triggered_after_wait for run in self.runs for cta in run.cluster.ctas)
+
+    @property
     def stuck(self) -> bool:
         """Whether it cannot go on by itself."""
         return all(run.done or run.stuck for run in self.runs)

@@ -2,7 +2,8 @@
 
 Source: PTX ISA, ``griddepcontrol``; CUDA programming guide, programmatic dependent launch. A launch with the attribute
 may begin once each CTA of the one before has executed ``griddepcontrol.launch_dependents`` or exited. Until it executes
-``griddepcontrol.wait`` it may count on nothing that the one before does: not even on its end.
+``griddepcontrol.wait`` it may count on nothing that the one before does: not even on its end. If each CTA of that one
+waited before it triggered, what that one waited for has ended.
 
 Here it begins at about that earliest moment, and it goes on before the rest of those before it, which do so only when
 it cannot (at random moments, too, in the shuffled modes). All its clusters count as resident. Accesses to global memory
@@ -33,7 +34,8 @@ class SharedAccess(GlobalMemory):
     Attributes:
         name: of the launch, for messages.
         others: those of the launches that may run beside it, this one included.
-        after: by name, the launches whose end this one has waited for.
+        after: by name, the launches that have ended, as far as this one knows: it waited for their end, or began after
+            it.
     """
 
     name: str = ""
@@ -99,9 +101,11 @@ class Stream:
             return
         if not programmatic:
             self.synchronize()
+        assert isinstance(launch.memory, SharedAccess)
         if self.running:
             launch.before = self.running[-1]
-        assert isinstance(launch.memory, SharedAccess)
+            if launch.before.triggered_after_wait:
+                launch.memory.after |= self.accesses[-1].after
         launch.begin(self._waited)
         self.running.append(launch)
         self.accesses.append(launch.memory)

@@ -98,6 +98,8 @@ class Warp:
         self.arrived: dict[tuple[int, str], int] = {}
         """Barrier generations this warp has arrived for and waits on, by program counter and barrier."""
         self.cluster_generation: int | None = None
+        self.waited_for_launch = False
+        """Whether it has executed griddepcontrol.wait."""
         self.bulk_groups: dict[int, tuple[BulkGroup, list[BulkGroup]]] = {}
         """Each lane's open group of bulk copies and its committed ones."""
         self.copy_groups: dict[int, tuple[BulkGroup, list[BulkGroup]]] = {}

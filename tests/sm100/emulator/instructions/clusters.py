@@ -88,7 +88,11 @@ def build_dependent_launch(decoder: Decoder) -> Execute:
 
     def execute(warp: Warp, mask: Mask) -> Blocked | None:
         if waits:
-            return warp.cta.launch.wait_for_launch_before()
+            blocked = warp.cta.launch.wait_for_launch_before()
+            warp.waited_for_launch = blocked is None
+            return blocked
+        if not warp.cta.triggered:
+            warp.cta.triggered_after_wait = warp.waited_for_launch
         warp.cta.triggered = True
         warp.cta.launch.events += 1
         warp.spinning = "its next turn, so that a dependent launch may begin"
