@@ -270,7 +270,9 @@ def every_w4a16_key(limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> li
         keys += [KernelKey("sm_90a", shape, limit) for shape in gated]
         for output in outputs:
             down = hopper.expert_shapes(k, tile, False, output)
-            keys += [KernelKey("sm_90a", replace(shape, counts_ahead=ahead)) for shape in down for ahead in (False, True)]
+            keys += [
+                KernelKey("sm_90a", replace(shape, counts_ahead=ahead)) for shape in down for ahead in (False, True)
+            ]
     return list(dict.fromkeys(key for key in keys if key.shape.stages >= hopper.MIN_STAGES))
 
 

@@ -128,7 +128,17 @@ def _w4a16_keys(
                 output: Output = "fp32" if product.output == "fp32" else "bf16"
                 gathers = product.gated and w4a16_gathers(tile)
                 shape = plan_w4a16_experts(
-                    features, k, rows, groups, product.gated, tile, output, clusters, gathers, not product.gated, pin=pin
+                    features,
+                    k,
+                    rows,
+                    groups,
+                    product.gated,
+                    tile,
+                    output,
+                    clusters,
+                    gathers,
+                    not product.gated,
+                    pin=pin,
                 )
             else:
                 shape = plan_w4a16(features, k, tokens, groups, product.output, clusters, product.kind, pin=pin)

@@ -18,8 +18,9 @@ unsorted matrix (load.py). Up to 16 tokens every warp multiplies by itself (warp
 
 Programmatic dependent launch: each CTA sets up and issues the weight loads of its first stages before the previous
 kernel has ended; it reads tokens and writes outputs after that. With experts the counts say whose weights are needed:
-all CTAs wait before they read them, unless the shape says that an earlier kernel wrote them (``counts_ahead``). The next kernel may begin once every CTA has issued the loads of its last tile, or
-has received it, where tokens are gathered.
+all CTAs wait before they read them, unless the shape says that an earlier kernel wrote them (``counts_ahead``). The
+next kernel may begin once every CTA has issued the loads of its last tile, or has received it, where tokens are
+gathered.
 
 Numerics: expanded weights are exact in bf16; sums are the tensor core's, in fp32, in the order of K. With tiles of 8
 tokens even and odd steps of 16 have separate sums, which are then added; with split_k the partial sums of slices of K

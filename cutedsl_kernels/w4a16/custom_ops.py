@@ -145,7 +145,17 @@ def _experts(x: ExpertOperands, output: Output, target: Target) -> Call:
     features, k, rows, experts = x.out.shape[1], x.tokens.shape[1], max(x.out.shape[0], 1), x.weights.shape[0]
     gated, gathers = x.limit is not None, x.sources is not None
     shape = plan.plan_w4a16_experts(
-        features, k, rows, experts, gated, x.token_tile, output, target.clusters, gathers, x.counts_ahead, pin=target.pin
+        features,
+        k,
+        rows,
+        experts,
+        gated,
+        x.token_tile,
+        output,
+        target.clusters,
+        gathers,
+        x.counts_ahead,
+        pin=target.pin,
     )
     return Call(
         shape=shape, weights=x.weights, tokens=x.tokens, out=x.out, alpha=x.alpha, offsets=x.offsets, counts=x.counts,

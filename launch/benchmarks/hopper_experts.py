@@ -90,7 +90,15 @@ class Layer:
         sizes = ((self.inner, self.width, True), (self.width, self.inner, False))
         return [
             plan.plan_w4a16_experts(
-                features, k, rows, self.experts, gated, tile, "bf16", clusters, gated and plan.w4a16_gathers(tile),
+                features,
+                k,
+                rows,
+                self.experts,
+                gated,
+                tile,
+                "bf16",
+                clusters,
+                gated and plan.w4a16_gathers(tile),
                 counts_ahead=not gated,
             )
             for features, k, gated in sizes
@@ -234,7 +242,9 @@ class Case:
 
     def _second(self, run: int) -> None:
         route, (_, downs) = self.routes[run], self.weights.tiled[run % len(self.weights.tiled)]
-        operations.expert_down(self.hidden, self.tile, route.offsets, route.counts, downs, out=self.output, counts_ahead=True)
+        operations.expert_down(
+            self.hidden, self.tile, route.offsets, route.counts, downs, out=self.output, counts_ahead=True
+        )
 
     def _both(self, run: int) -> None:
         self._first(run)

@@ -103,7 +103,16 @@ MODES = {
     GATHERING: (Options("starved", 5, "cp_async"), 2),
 }
 """When engines act, and on how many clusters."""
-TIMED = [gate_up(8), down(8), ahead(8), ahead(8, split_k=2), gate_up(8, split_k=2), gather(8), gather(16), gather(8, split_k=2)]
+TIMED = [
+    gate_up(8),
+    down(8),
+    ahead(8),
+    ahead(8, split_k=2),
+    gate_up(8, split_k=2),
+    gather(8),
+    gather(16),
+    gather(8, split_k=2),
+]
 TIMED_IN = [(shape, mode) for shape in TIMED for mode in MODES if shape.gathers or mode != GATHERING]
 
 
