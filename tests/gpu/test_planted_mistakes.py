@@ -106,8 +106,8 @@ MISTAKES = {
     ),
     "the ring's tail of full pages not kept": Mistake(
         "triton_kernels.attention_inputs.compress_csa",
-        "(position >= tl.minimum((page + 1) * 256, end) - 8)",
-        "(position >= end - 8)",
+        "(position >= tl.minimum((page + 1) * 256, end) - RING)",
+        "(position >= end - RING)",
         CSA,
         "ring",
     ),
