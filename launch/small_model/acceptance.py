@@ -1,4 +1,4 @@
-"""How many guesses of a draft the target accepts, in rounds of draft and verify as a server has them."""
+"""Guesses of a draft that the target accepts, in rounds of draft and verify as a server has them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ SIZES = {"cpu": Sizes(8, 4, 256, 12), "cuda": Sizes(256, 64, 576, 48)}
 
 @dataclass
 class Progress:
-    """What a step did.
+    """Losses and right guesses of a step.
 
     Attributes:
         mtp, dspark: losses in nats. chain, block: shares of right guesses by place, behind right ones alone, where the
@@ -79,7 +79,7 @@ def draw_anchors(rng: random.Random, starts: list[int], tokens: int, count: int)
 
 
 def wanted(logits: Tensor) -> Tensor:
-    """What guesses are to be: the target's distribution, its likeliest token above it."""
+    """Targets of the guesses: the target's distribution, its likeliest token above it."""
     likeliest = functional.one_hot(logits.argmax(-1), logits.shape[-1])
     return SHARP * likeliest + (1 - SHARP) * logits.softmax(-1)
 

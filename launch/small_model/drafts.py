@@ -25,7 +25,7 @@ STAGES, BLOCK, RANK, NOISE_TOKEN = 3, 5, 32, 2
 
 @dataclass(frozen=True)
 class Seen:
-    """What the queries of a pass attend to.
+    """Keys that the queries of a pass attend to.
 
     Attributes:
         visible: bool [B or 1, Q, S], which of ``keys`` each query sees.
@@ -120,7 +120,7 @@ class DsparkBlocks(nn.Module):
 
 @dataclass(frozen=True)
 class Drafted:
-    """What both drafts say of a batch.
+    """Hidden states of both drafts for a batch.
 
     Attributes:
         chain: hidden states [B, R, d] for the LM head of each step; of row t in step i, of token t + 2 + i.

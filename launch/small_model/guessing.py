@@ -43,7 +43,7 @@ class Target:
 
 
 class Draft(Protocol):
-    """What guesses."""
+    """Source of guesses."""
 
     def reset(self) -> None:
         """Forget the sequence."""

@@ -1,1 +1,1 @@
-"""What follows the LM head: a greedy token of each row of logits."""
+"""Greedy tokens of rows of logits, behind the LM head."""
