@@ -27,6 +27,8 @@ from nvfp4_sgl.serving.endpoints import (
     refuse_path,
 )
 from nvfp4_sgl.serving.fields.bodies import BODIES, checked_body
+from nvfp4_sgl.serving.fields.field import MODES
+from nvfp4_sgl.serving.fields.limits import DRAFTING
 from nvfp4_sgl.serving.process_ends import failed
 from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
 from nvfp4_sgl.serving.sglang import front_end, http_server, settings
@@ -237,6 +239,8 @@ def name_the_dead(original: Callable[..., Any], handler: Any, *args: Any, **kwar
 def serve_guarded(original: Callable[..., Any], server_args: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook around SGLang's start of its HTTP server: put :class:`Guard` in front of every other middleware."""
     if serves_our_model():
+        if settings.draft_algorithm() is not None:
+            MODES.add(DRAFTING)
         advertise_length(manager)
         limit_texts(manager)
         front_end.look_for_clients(CLIENT_POLL_SECONDS)

@@ -12,6 +12,7 @@ from nvfp4_sgl.serving.fields import field as fields
 from nvfp4_sgl.serving.fields.bodies import BODIES, body_fault
 from nvfp4_sgl.serving.fields.field import Field, Table, Verdict, object_fault
 from nvfp4_sgl.serving.fields.generate import GENERATE, SAMPLING_PARAMS
+from nvfp4_sgl.serving.fields.openai import GENERATION
 
 MESSAGES, PROTOCOL = "sglang.srt.managers.io_struct", "sglang.srt.entrypoints.openai.protocol"
 
@@ -71,7 +72,8 @@ def test_samples(name: str, field: Field) -> None:
         assert field.verdict is Verdict.REFUSED and where in (field.fault(where, "x") or "")
         return
     for value in field.check.inside:
-        if field.is_offered or field.verdict is not Verdict.OFFERED:
+        harmless = field.harmless is not None and field.harmless.fault(where, value) is None
+        if field.is_offered or harmless or field.verdict is not Verdict.OFFERED:
             assert field.fault(where, value) is None, value
         else:
             assert field.why in (field.fault(where, value) or "")
@@ -89,6 +91,17 @@ def test_a_mode_offers_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not honoured" in (seed.fault("sampling_seed", 5) or "")
     monkeypatch.setattr(fields, "MODES", {"seeds"})
     assert seed.fault("sampling_seed", 5) is None and seed.fault("sampling_seed", 2**63) is not None
+
+
+def test_details_of_drafts_where_something_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other servers take what asks for nothing."""
+    details = GENERATION["return_spec_tokens_details"]
+    assert details.fault("details", False) is None and details.fault("details", None) is None
+    assert details.fault("details", True) == (
+        "details: nothing is drafted by this server, which needs --speculative-algorithm; leave it out"
+    )
+    monkeypatch.setattr(fields, "MODES", {"drafting"})
+    assert details.fault("details", True) is None and details.fault("details", 1) is not None
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class Field:
             reason and what to do.
         null: whether ``null`` is taken, as if the field were left out.
         mode: the field is offered by servers of this mode alone, and refused by others with :attr:`why`.
+        harmless: of a field with a mode, values that ask for nothing, which every server takes.
         required: whether the body must have it.
     """
 
@@ -38,6 +39,7 @@ class Field:
     null: bool = True
     mode: str | None = None
     required: bool = False
+    harmless: Check | None = None
 
     @property
     def is_offered(self) -> bool:
@@ -51,8 +53,8 @@ class Field:
         if self.is_offered or self.verdict in (Verdict.NO_EFFECT, Verdict.TRANSLATED):
             assert self.check is not None
             return self.check.fault(where, value)
-        harmless = self.verdict is Verdict.REFUSED and self.check and self.check.fault(where, value) is None
-        return None if harmless else f"{where}: {self.why}"
+        harmless = self.check if self.verdict is Verdict.REFUSED else self.harmless
+        return None if harmless and harmless.fault(where, value) is None else f"{where}: {self.why}"
 
 
 MODES: set[str] = set()
@@ -63,10 +65,16 @@ Table = Mapping[str, Field]
 
 
 def offered(
-    check: Check, *, null: bool = True, required: bool = False, mode: str | None = None, why: str = ""
+    check: Check,
+    *,
+    null: bool = True,
+    required: bool = False,
+    mode: str | None = None,
+    why: str = "",
+    harmless: Check | None = None,
 ) -> Field:
     """A field that does what it says."""
-    return Field(Verdict.OFFERED, check, why, null and not required, mode, required)
+    return Field(Verdict.OFFERED, check, why, null and not required, mode, required, harmless)
 
 
 def without_effect(check: Check, why: str, *, null: bool = True) -> Field:

@@ -28,3 +28,6 @@ MAX_STOP_CHARACTERS = 4096
 
 SEEDS = "seeds"
 """Mode of a server whose sampling honours seeds."""
+
+DRAFTING = "drafting"
+"""Mode of a server that drafts."""

@@ -29,7 +29,7 @@ from nvfp4_sgl.serving.fields.generate import (
     SAMPLING_PARAMS,
     STOP,
 )
-from nvfp4_sgl.serving.fields.limits import MAX_CHOICES, SEEDS
+from nvfp4_sgl.serving.fields.limits import DRAFTING, MAX_CHOICES, SEEDS
 from nvfp4_sgl.serving.fields.objects import structure, tagged
 
 NO_TIERS = "every request is served alike"
@@ -178,7 +178,12 @@ GENERATION: Table = {
     "return_routed_experts": OFF,
     "routed_experts_start_len": refused(NOT_IMPLEMENTED, harmless=one_of(0)),
     "return_cached_tokens_details": offered(boolean()),
-    "return_spec_tokens_details": refused("nothing is drafted by this server; leave it out", harmless=one_of(False)),
+    "return_spec_tokens_details": offered(
+        boolean(),
+        mode=DRAFTING,
+        why="nothing is drafted by this server, which needs --speculative-algorithm; leave it out",
+        harmless=one_of(False),
+    ),
     "return_token_ids": offered(boolean()),
     "lora_path": refused(NO_LORA),
     "session_params": GENERATE["session_params"],
