@@ -113,11 +113,12 @@ LENGTH, PROMPT, WIDTH = 150, 118, 6
 """Tokens of the sequence, and of its undrafted prompt; a window of 128 ends in between."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Standalone:
+@pytest.fixture(scope="module", params=[False, True], ids=["exact", "packed"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Standalone:
+    """One for each kind of rows."""
     path: Path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, "nvfp4-full", seed=4, num_hidden_layers=4, n_routed_experts=8)
-    return Standalone(path, requests=1, capacity=256, rings=DRAFTED_STATE_RING)
+    return Standalone(path, requests=1, capacity=256, packed=request.param, rings=DRAFTED_STATE_RING)
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +167,73 @@ def test_log_probabilities_are_those_of_serial_decoding(
         length, number = length + accepted + 1, number + 1
         model.caches.take_back(0, length)
     assert number >= 5 and worst < 1e-4, worst
+
+
+def stored_rows(model: Standalone, length: int) -> list[Tensor]:
+    """What a pass behind ``length`` tokens may read: window rows, entries, index keys and open states, by layer."""
+    slots, to_swa = model.caches.slots[0, :length], model.caches.full_to_swa
+    window = to_swa[slots[max(length - model.config.sliding_window, 0) :]]
+    found = []
+    for layer, cache in zip(model.config.layers(), model.caches.layers, strict=True):
+        found.append(cache.swa.read(window))
+        if cache.compressed is None:
+            continue
+        ratio = layer.ratio
+        entries = slots[: length // ratio * ratio : ratio] // ratio
+        stores = (cache.compressed, cache.index) if len(entries) else ()
+        found += [store.read(entries) for store in stores if store is not None]
+        open_ones = torch.arange(max(length // ratio * ratio - (4 if ratio == 4 else 0), 0), length)
+        swa, request = to_swa[slots[open_ones]], torch.tensor(0)
+        rows = state_row(ratio, request=request, position=open_ones, swa_slot=swa, rings=DRAFTED_STATE_RING)
+        found += [state[rows] for state in (cache.state, cache.index_state) if state is not None]
+    return found
+
+
+def changed(found: Tensor, expected: Tensor) -> float:
+    """Share of a row's values that differ by more than rounding, in the row where it is largest; stale rows give 1."""
+    bound = 1e-3 * expected.abs().amax(-1, keepdim=True)
+    return 0.0 if not expected.numel() else float(((found - expected).abs() > bound).float().mean(-1).max())
+
+
+CHANGED = 0.02
+"""Bound of :func:`changed`. Sums of a pass of several tokens take another order, by which an 8-bit value may round the
+other way."""
+
+
+@pytest.fixture(scope="module")
+def serial_rows(model: Standalone, serial: tuple[Sequence[int], Tensor]) -> dict[int, list[Tensor]]:
+    """What serial decoding has stored, by the sequence's length."""
+    with torch.no_grad():
+        model.reset()
+        model.extend({0: serial[0][:PROMPT]})
+        found = {}
+        for length in range(PROMPT + 1, LENGTH + 1):
+            model.extend({0: serial[0][length - 1 : length]})
+            found[length] = stored_rows(model, length)
+        return found
+
+
+@pytest.mark.parametrize("taken_back", [True, False], ids=["taken back", "left"])
+def test_stored_rows_are_those_of_serial_decoding(
+    taken_back: bool,
+    model: Standalone,
+    serial: tuple[Sequence[int], Tensor],
+    serial_rows: dict[int, list[Tensor]],
+) -> None:
+    """All that later passes read, after every rejection; a token that is wrongly left in the sequence is seen."""
+    ids, _ = serial
+    model.reset()
+    model.extend({0: ids[:PROMPT]})
+    length, number, worst = PROMPT, 0, 0.0
+    while length + WIDTH < LENGTH:
+        right = number % WIDTH
+        drafts = ids[length + 1 : length + WIDTH]
+        drafts[right:] = [(token + 1) % model.config.vocab_size for token in drafts[right:]]
+        model.extend({0: [ids[length], *drafts]})
+        length, number = length + right + 1, number + 1
+        if not taken_back and right < WIDTH - 1:
+            length += 1
+        model.caches.take_back(0, length)
+        for found, rows in zip(stored_rows(model, length), serial_rows[length], strict=True):
+            worst = max(worst, changed(found, rows))
+    assert (worst < CHANGED) is taken_back, worst
