@@ -132,7 +132,7 @@ class DraftTraining:
     """A run: drafts, their optimizer, and how far it is.
 
     Args:
-        steps: of the run. seconds: ends the run before, with the learning rate as at its end; of all its parts.
+        steps: of the run. seconds: of all its parts; it then ends early, with the learning rate as at its end.
     """
 
     def __init__(self, target: SmallModel, raw: dict[str, Any], seed: int, steps: int, sizes: Sizes):
