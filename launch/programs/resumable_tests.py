@@ -34,11 +34,12 @@ STACK = ("torch", "triton", "nvidia-cutlass-dsl", "sglang")
 SERVER_TESTS = (
     *("tests/gpu/test_server.py", "tests/gpu/test_server_changes.py", "tests/gpu/test_sm100_server.py"),
     *("tests/gpu/test_server_formats.py", "tests/gpu/test_sampling.py", "tests/gpu/test_crowd.py"),
+    "tests/gpu/test_drafted_server.py",
 )
 """SGLang with this GPU's model, twice, with SM100's up to the first launch, with other checkpoints and modes, with
-every kind of sampling, and with more requests than a pool holds.
+every kind of sampling, with more requests than a pool holds, and with drafts.
 Each takes half of the GPU's memory."""
-PAIR_TESTS = ("tests/gpu/test_ranks.py", "tests/gpu/test_pair_crowd.py")
+PAIR_TESTS = ("tests/gpu/test_ranks.py", "tests/gpu/test_pair_crowd.py", "tests/gpu/test_drafted_ranks.py")
 """Servers of two ranks on two GPUs, and of four where there are four."""
 SANITIZERS = ("memcheck", "racecheck")
 STEPS = ("kernels", "decoder", "server", "pair", *SANITIZERS)
@@ -53,6 +54,7 @@ PIECES = {
     **dict.fromkeys(("attention_inputs", "attention_splits", "compressor", "indexer", "router_logits", "streams"), 2),
     "server_formats": 5,
     "ranks": 2,
+    "drafted_server": 2,
 }
 """Files of tests that run in so many pieces, each a part; the others are one. Compiled one after the other, the tests
 of ``quantized_attention`` and ``topk`` had not ended after 415 s, with cores left (H200, 2026-11-25). A server with its

@@ -52,6 +52,12 @@ class Verified:
         """
         return verify_draft(self.inventory, self.raw, self.config)
 
+    def draft_reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
+        """The reader of the tensors of :meth:`draft`, as of :meth:`reader`."""
+        from nvfp4_sgl.checkpoint.reader import reader_for
+
+        return reader_for(self.inventory, device, of_draft=True)
+
     def describe(self) -> str:
         """The source of the weights, in words."""
         return f"{self.summary.format} checkpoint {self.inventory.directory}"

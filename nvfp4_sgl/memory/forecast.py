@@ -191,7 +191,8 @@ def _estimated(config: ModelConfig, chosen: Descriptor, setting: Setting) -> dic
     chunk = setting.chunk * (streams + max(rows, queries)) * setting.dtype_bytes
     if not chosen.on_gpu:
         return {"activations of a prefill chunk": chunk}
-    scores = setting.requests * setting.context if LayerKind.CSA in config.layer_kinds else 0  # 4 bytes for 4 tokens
+    graph_tokens = setting.requests * max(setting.round_tokens, 1)
+    scores = graph_tokens * setting.context if LayerKind.CSA in config.layer_kinds else 0  # 4 bytes for 4 tokens
     return {
         "activations of a prefill chunk": chunk,
         "index scores of graphs": scores,

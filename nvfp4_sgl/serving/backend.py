@@ -14,7 +14,7 @@ from nvfp4_sgl.cache.rows import RowStore, row_store
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.formats import index_entry, kv_entry
-from nvfp4_sgl.model.contract import PassKind, PassRequest, Slots
+from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.serving import stages
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.model import require_own_model
@@ -31,6 +31,10 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         caches: one :class:`LayerCache` a layer, views of SGLang's pools made once.
     """
 
+    needs_cpu_seq_lens = False
+    """Lengths on the host are read in prefill passes alone, for which SGLang always has them. In rounds of drafts it
+    would wait for the device to get them."""
+
     def __init__(self, runner: Any):
         super().__init__()
         self.require_model(runner.model)
@@ -45,6 +49,7 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         model = runner.model
         self.caches = self.layer_caches(model)
         self.plan: Any = None
+        self._verify_mask = pools.verify_mask(self.req_to_token_pool, runner, settings.draft_steps() + 1)
         slots = Slots(
             self.req_to_token_pool.req_to_token,
             pools.full_to_swa_mapping(self.token_to_kv_pool),
@@ -52,12 +57,17 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
             longest=int(runner.model_config.context_len),
             rings=rings(),
         )
-        self.planner = model.choice.boundaries.plan(model.context, slots, self.caches)
+        self.planner = model.choice.boundaries.plan(self.planned_context(model), slots, self.caches)
         self.warm_up(model)
 
     def require_model(self, model: Any) -> None:
         """:class:`UnsupportedError` unless ``model`` is the one that this backend plans for."""
         require_own_model(model)
+
+    def planned_context(self, model: Any) -> Context:
+        """What the planner goes by: ``model``'s, whose layers say what a pass needs."""
+        context: Context = model.context
+        return context
 
     def layer_caches(self, model: Any) -> list[LayerCache]:
         """One :class:`LayerCache` a layer of ``model``."""
@@ -69,7 +79,13 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         with stages.stage("warm-up"):
             self.planner.warm_up(model.decoder, model.embed.weight, settings.largest_prefill())
 
+    @property
+    def verify_mask(self) -> Any:
+        """SGLang's mask of the rows of a round, which nothing reads; its default grows with the context."""
+        return self._verify_mask
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of the requests that a batch is padded with."""
         return 1
 
     def support_triton(self) -> bool:
@@ -80,8 +96,8 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         self.plan = None if forward_batch.forward_mode.is_idle() else self.planner.plan(pass_request(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what graphs of up to ``max_bs`` requests share."""
-        self.planner.reserve(max_bs)
+        """Allocate what graphs of up to ``max_num_tokens`` tokens share."""
+        self.planner.reserve(max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a capture: the graph's own room. Before a replay: nothing, since the graph plans the pass itself."""

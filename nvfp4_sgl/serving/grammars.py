@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nvfp4_sgl.serving.finite_logits import has_failed
+from nvfp4_sgl.serving.finite_logits import FAILED, has_failed
 from nvfp4_sgl.serving.grammar_process import AMBIGUOUS, MAX_MASK_SECONDS, NO_TOKEN
 from nvfp4_sgl.serving.requests import serves_our_model
 from nvfp4_sgl.serving.sglang import parallel, request_state
@@ -59,13 +59,22 @@ def accept_prefill(original: Callable[..., None], processor: Any, *, req: Any, *
 
 
 def accept_tokens(original: Callable[..., list[int]], processor: Any, req: Any, tokens: Any) -> list[int]:
-    """As :func:`accept_prefill` for later tokens; the tokens that were accepted."""
+    """As :func:`accept_prefill` for later tokens; the tokens that were accepted.
+
+    With drafts SGLang asks before it looks at the ids: one that is none ends what a grammar is shown, and is kept for
+    the check of ids that fails the request (:mod:`.finite_logits`).
+    """
     if has_failed(req):
         return []
-    if (message := fault(req.grammar)) is None:
+    if (message := fault(req.grammar)) is not None:
+        request_state.abort(req, message)
+        return []
+    said = [tokens] if isinstance(tokens, int) else list(tokens)
+    if FAILED not in said:
         return original(processor, req, tokens)
-    request_state.abort(req, message)
-    return []
+    good = said[: said.index(FAILED)]
+    kept = original(processor, req, good)
+    return [*kept, FAILED] if kept == good else kept
 
 
 def fault(grammar: Any) -> str | None:

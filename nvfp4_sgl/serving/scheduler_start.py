@@ -30,6 +30,8 @@ from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM, require_own_model
 from nvfp4_sgl.serving.sglang import hooking, models, parallel, settings
 from nvfp4_sgl.serving.sglang.ledger import find
+from nvfp4_sgl.targets.choose import detect_target
+from nvfp4_sgl.targets.target import descriptor
 
 
 def register_scheduler() -> None:
@@ -78,7 +80,7 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
             arguments.use_bound_cpus(parallel.tp_rank())
             hooking.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS | first_requests.HOOKS)
             if settings.draft_algorithm() is not None:
-                hooking.install_hooks(drafts.HOOKS)
+                hooking.install_hooks(drafts.hooks(on_gpu=descriptor(detect_target()).on_gpu))
             first_requests.compile_nothing()
         original(scheduler, *args, **kwargs)
         if ours:

@@ -51,7 +51,7 @@ class DummyReader(CheckpointReader):
         inventory: of :func:`.random_weights.dummy_inventory`, verified.
         device: where tensors are made.
         seed: of all tensors.
-        say: as of the base.
+        say, of_draft: as of the base.
     """
 
     def __init__(
@@ -60,8 +60,10 @@ class DummyReader(CheckpointReader):
         device: torch.device | str = "cpu",
         seed: int = SEED,
         say: Callable[[str], None] | None = None,
+        *,
+        of_draft: bool = False,
     ):
-        super().__init__(inventory, say=say)
+        super().__init__(inventory, say=say, of_draft=of_draft)
         self._device, self._seed = torch.device(device), seed
 
     def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from nvfp4_sgl.checkpoint.overrides import FLAG, completed
 from nvfp4_sgl.checkpoint.quantization import check_quantization_config
 from nvfp4_sgl.checkpoint.safetensors_header import ITEM_BYTES, Entry
 from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ModelConfig, read_config_json
 from nvfp4_sgl.synthetic.claimed import claimed_storages
@@ -53,6 +54,20 @@ class RandomWeights(Verified):
         storages = claimed_storages(self.raw, self.config, specs)
         sizes = {entry.name: entry.nbytes for entry in _all_entries(specs, storages)}
         return draft_of(kind, self.raw, self.config, storages, sizes)
+
+    def draft_reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
+        """A reader that draws the tensors of :meth:`draft` on ``device``."""
+        from nvfp4_sgl.synthetic.dummy import DummyReader
+
+        draft = self.draft()
+        assert draft is not None, "what a server has checked before"
+        directory = self.inventory.directory
+        inventory = Inventory(directory, {entry.name: entry for entry in _all_entries(draft.specs, draft.storages)})
+        summary = CheckpointSummary(directory)
+        for spec in draft.specs.values():
+            summary.add(spec, draft.storages.get(spec.name), 0)
+        inventory.config, inventory.summary = self.config, summary
+        return DummyReader(inventory, device, of_draft=True)
 
     def describe(self) -> str:
         """The weights' origin, in words."""

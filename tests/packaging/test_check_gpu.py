@@ -192,7 +192,8 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     found = steps_of(monkeypatch, (9, 0))
     assert {name.partition("-")[0] for name in found} == set(resumable_tests.STEPS) - {"pair"}
     formats = [f"server_formats-{number}of5" for number in range(1, 6)]
-    names = ("server", "server_changes", "sm100_server", *formats, "sampling", "crowd")
+    drafted = [f"drafted_server-{number}of2" for number in (1, 2)]
+    names = ("server", "server_changes", "sm100_server", *formats, "sampling", "crowd", *drafted)
     servers = [f"server-test_{name}" for name in names]
     assert [name for name in found if name.startswith("server")] == [*servers, "server-soak", "server-load"]
     assert "decoder-test_server" not in found and "decoder-test_w4a16_gemms" in found
@@ -252,12 +253,12 @@ def test_pieces_hold_every_test_once():
 def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert steps_of(monkeypatch, (9, 0), "pair") == 2
     assert "needs two GPUs, this machine shows 1" in capsys.readouterr().err
-    pair = [*(f"pair-test_ranks-{number}of2" for number in (1, 2)), "pair-test_pair_crowd"]
+    pair = [*(f"pair-test_ranks-{number}of2" for number in (1, 2)), "pair-test_pair_crowd", "pair-test_drafted_ranks"]
     pair += ["pair-ready-empty", "pair-ready-filled", "pair-load"]
     assert list(steps_of(monkeypatch, (9, 0), "pair", gpus=2)) == pair
     assert set(pair) < set(steps_of(monkeypatch, (9, 0), gpus=2))
     ready = "launch/benchmarks/ready.py"
-    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[3:5]
+    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[4:6]
 
 
 def test_commands_of_programs():

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.serving.drafts import accept, chain
+from nvfp4_sgl.serving.drafts import accept, chain, simulated
+from nvfp4_sgl.serving.drafts.penalties import Penalties
 from nvfp4_sgl.serving.sglang import scheduling
 
 VOCABULARY, ROWS, SEQUENCES = 5, 3, 20_000
@@ -125,32 +126,85 @@ def test_a_row_that_failed_ends_a_round() -> None:
     assert lengths.tolist() == [2]
 
 
+NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+ASKED = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 2.0, "min_new_tokens": 5}
+PROMPT = 9
+
+
+def request(answer: list[int], **asked: float) -> Any:
+    """SGLang's, with three ids that end an answer."""
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(**NEUTRAL | asked, stop_token_ids=[5]),
+        output_ids=answer,
+        origin_input_ids=[0] * PROMPT,
+        retraction_count=0,
+        tokenizer=SimpleNamespace(additional_stop_token_ids={6}, eos_token_id=7),
+        eos_token_ids=None,
+    )
+
+
+def penalised(row: Tensor, said: list[int]) -> list[float]:
+    """Logits [8] of the token behind ``said``, with the penalties of :data:`ASKED`, by hand."""
+    found = []
+    for token in range(8):
+        value = float(row[token])
+        if token in said:
+            value -= 0.5 * said.count(token) + 0.25
+            value = value * 2 if value < 0 else value / 2
+        found.append(-torch.inf if token >= 5 and len(said) < 5 else value)
+    return found
+
+
 def test_penalties_of_each_row() -> None:
-    """By the answer so far and the guesses up to the row; other requests have none."""
-    logits = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(4))
+    """By the answer so far and the guesses up to the row, round after round; other requests have none."""
+    generator = torch.Generator().manual_seed(4)
+    said, one, other = [1, 1, 2], request([1, 1, 2], **ASKED), request([4])
+    for accepted, known in ((2, 0), (3, 2), (1, 1), (3, 0)):
+        guesses = torch.tensor([[said[-1], *torch.randint(0, 5, (2,), generator=generator).tolist()], [4, 4, 4]])
+        logits = torch.randn(2, 3, 8, generator=generator)
+        given, cached = logits.clone(), len(said) - 1
+        round_ = Penalties(guesses, torch.tensor([PROMPT + cached, PROMPT]), [one, other])
+        round_.apply(logits)
+        assert torch.equal(logits[1], given[1])
+        for row in range(3):
+            answer = said + guesses[0, 1 : row + 1].tolist()
+            assert logits[0, row].tolist() == pytest.approx(penalised(given[0, row], answer), abs=1e-6), (answer, row)
+        round_.remember(torch.tensor([accepted, 1], dtype=torch.int32))
+        said += [*guesses[0, 1:accepted].tolist(), int(torch.randint(0, 5, (), generator=generator))]
+        one.output_ids = said[: len(said) - known]  # results reach the host late
+
+
+@pytest.mark.parametrize("known", [0, 1], ids=["late", "known"])
+def test_penalties_after_a_retraction(known: int) -> None:
+    """The answer is in the prompt's pass then, and the host may not know yet what that has given."""
+    said, one = [1, 1, 2], request([1], **ASKED)
+    first = Penalties(torch.tensor([[1, 3, 3]]), torch.tensor([PROMPT]), [one])
+    first.apply(torch.zeros(1, 3, 8))
+    first.remember(torch.tensor([3]))
+    one.retraction_count, one.output_ids = 1, said[: 2 + known]
+    logits = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(5))
     given = logits.clone()
-    ends = SimpleNamespace(additional_stop_token_ids={6}, eos_token_id=7)
+    Penalties(torch.tensor([[2, 0, 4]]), torch.tensor([PROMPT + 2]), [one]).apply(logits)
+    for row, answer in enumerate(([1, 1, 2], [1, 1, 2, 0], [1, 1, 2, 0, 4])):
+        assert logits[0, row].tolist() == pytest.approx(penalised(given[0, row], answer), abs=1e-6)
 
-    def request(answer: list[int], **asked: float) -> Any:
-        neutral = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
-        params = SimpleNamespace(**neutral | asked, stop_token_ids=[5])
-        return SimpleNamespace(sampling_params=params, output_ids=answer, tokenizer=ends, eos_token_ids=None)
 
-    one = request([1, 1, 2], frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=2.0, min_new_tokens=5)
-    guesses = torch.tensor([[2, 3, 1], [4, 4, 4]])
-    accept.penalise(logits, guesses, [one, request([4])])
-    assert torch.equal(logits[1], given[1])
-    answer = [1, 1, 2]
-    for row in range(3):
-        said = answer + guesses[0, 1 : row + 1].tolist()
-        for token in range(8):
-            expected = float(given[0, row, token])
-            if token in said:
-                expected -= 0.5 * said.count(token) + 0.25
-                expected = expected * 2 if expected < 0 else expected / 2
-            if token >= 5 and len(said) < 5:
-                expected = -torch.inf
-            assert float(logits[0, row, token]) == pytest.approx(expected, abs=1e-6), (row, token)
+@pytest.mark.parametrize("expected", [1.0, 2.5, 3.0])
+def test_forced_acceptance(expected: float) -> None:
+    """So many rows in the mean, the same for all requests, whose tokens are the guesses and then what was sampled."""
+    total = 0
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        guesses, sampled = (torch.randint(0, 9, (2, 3), generator=generator) for _ in range(2))
+        before = sampled.clone()
+        lengths, places = simulated.force_chain(guesses, sampled, expected)
+        count = int(lengths[0])
+        total += count
+        assert lengths.tolist() == [count] * 2
+        assert places.tolist() == [[3 * b + row if row < count else -1 for row in range(3)] for b in range(2)]
+        assert torch.equal(sampled[:, : count - 1], guesses[:, 1:count])
+        assert torch.equal(sampled[:, count - 1 :], before[:, count - 1 :])
+    assert abs(total / 200 - expected) < 0.15
 
 
 def test_slots_around_a_round() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError, UnsupportedError
-from nvfp4_sgl.serving.drafts import checks
+from nvfp4_sgl.serving.drafts import checks, simulated
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support.damage import remove
 
-NOTHING: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *checks.NEED_ALGORITHM)) | {"tp_size": 1}
+NOTHING: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *checks.NEED_ALGORITHM))
 EAGLE = {"speculative_algorithm": "EAGLE"}
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -63,9 +64,24 @@ def test_flags_that_fit(steps: int | None) -> None:
     checks.check_flags(given | declared)
 
 
-def test_simulated_acceptance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(checks.SIMULATED, "2.5")
-    with pytest.raises(UnsupportedError, match=f"^{checks.SIMULATED}: not implemented"):
+@pytest.fixture
+def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """``simulate(text)`` sets the environment variable."""
+    simulated.simulated_length.cache_clear()
+    yield lambda text: monkeypatch.setenv(simulated.SIMULATED, text)
+    simulated.simulated_length.cache_clear()
+
+
+def test_simulated_acceptance_is_said(simulate: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
+    simulate("2.5")
+    checks.check_flags(NOTHING | EAGLE)
+    assert "SIMULATED ACCEPTANCE (SGLANG_SIMULATE_ACC_LEN): a round accepts 2.5 rows" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["4.5", "0.5", "half"])
+def test_simulated_acceptance_that_cannot_be(text: str, simulate: Callable[[str], None]) -> None:
+    simulate(text)
+    with pytest.raises(ConfigError, match=f"^{simulated.SIMULATED}={text}: expected"):
         checks.check_flags(NOTHING | EAGLE)
 
 
@@ -94,8 +110,7 @@ MISFITS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
         "with a DSpark draft, found a MTP draft ('mtp.0.e_proj'); use EAGLE or NEXTN",
     ),
     "DSPARK": ("dspark", "cpu", {"speculative_algorithm": "DSPARK"}, "DSPARK", "not implemented"),
-    "a GPU": ("mtp", "sm_90a", EAGLE, "EAGLE", "not implemented on target sm_90a, only on cpu"),
-    "two ranks": ("mtp", "cpu", EAGLE | {"tp_size": 2}, "EAGLE", "with --tp-size 2: not implemented"),
+    "Blackwell": ("mtp", "sm_100a", EAGLE, "EAGLE", "target sm_100a, whose drafts have run on no GPU yet, only on cpu"),
 }
 
 
@@ -117,13 +132,23 @@ def test_a_draft_of_another_model(checkpoints: dict[str, Verified]) -> None:
         checks.check_draft(given | {"speculative_draft_model_path": other}, verified, "cpu", {})
 
 
-def test_weights_that_are_made_at_load(checkpoints: dict[str, Verified]) -> None:
-    directory = checkpoints["mtp"].inventory.directory
-    given = NOTHING | EAGLE | {"model_path": str(directory)}
-    with pytest.raises(UnsupportedError, match="EAGLE with --load-format dummy: not implemented"):
-        checks.check_draft(given, verify_dummy(directory), "cpu", {})
+def test_weights_that_are_converted_at_load(checkpoints: dict[str, Verified]) -> None:
+    given = NOTHING | EAGLE | {"model_path": str(checkpoints["mtp"].inventory.directory)}
     with pytest.raises(UnsupportedError, match="EAGLE with convert_at_load: not implemented"):
         checks.check_draft(given, checkpoints["mtp"], "cpu", {"convert_at_load": ["experts"]})
+
+
+def test_random_weights(checkpoints: dict[str, Verified]) -> None:
+    """Of the kind of draft that config.json describes."""
+    found = {"none": "none", "dspark": "a DSpark draft"}
+    for draft, verified in checkpoints.items():
+        directory = verified.inventory.directory
+        given, dummy = NOTHING | EAGLE | {"model_path": str(directory)}, verify_dummy(directory)
+        if draft == "mtp":
+            checks.check_draft(given, dummy, "cpu", {})
+        else:
+            with pytest.raises(ConfigError, match=f"with a MTP draft, found {found[draft]}"):
+                checks.check_draft(given, dummy, "cpu", {})
 
 
 def test_a_draft_that_is_incomplete(tmp_path: Path) -> None:

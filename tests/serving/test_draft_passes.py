@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
 from nvfp4_sgl.model.contract import PassRequest
 from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend, pass_request
-from nvfp4_sgl.serving.drafts.backend import DraftBackend, DraftSteps, create_decode_backend
+from nvfp4_sgl.serving.drafts.backend import DraftBackend, DraftSteps, create_decode_backend, create_extend_backend
+from nvfp4_sgl.serving.sglang.ledger import find
 
 LENGTHS, SLOTS = torch.tensor([7, 130]), torch.tensor([3, 1])
 
@@ -45,16 +47,70 @@ def test_steps_see_what_was_drafted_before() -> None:
         planned.append(request)
         return len(planned)
 
-    backend = DraftBackend.__new__(DraftBackend)
-    backend.planner = SimpleNamespace(plan=plan)
-    runner = SimpleNamespace(attn_backend=backend)
-    made = create_decode_backend(print, SimpleNamespace(speculative_num_steps=3, draft_model_runner=runner))
-    assert isinstance(made, DraftSteps)
+    made = make_steps(3, SimpleNamespace(plan=plan))
     made.init_forward_metadata(batch("DECODE", positions=LENGTHS.clone()))
-    assert [one.plan for one in made.attn_backends] == [1, 2]
-    assert all(isinstance(one, Nvfp4AttentionBackend) and one is not backend for one in made.attn_backends)
+    assert plans(made) == [1, 2]
     assert [request.positions.tolist() for request in planned] == [[7, 130], [8, 131]]
     assert [request.ends.tolist() for request in planned] == [[8, 131], [9, 132]]
+
+
+class Recorder:
+    """A planner that notes what it is asked for, and fills steps by it."""
+
+    def __init__(self) -> None:
+        self.reserved, self.filled = 0, list[tuple[PassRequest, list[int], list[int]]]()
+
+    def reserve(self, tokens: int) -> None:
+        self.reserved = tokens
+
+    def capture(self, request: PassRequest) -> PassRequest:
+        return request
+
+    def fill(self, step: PassRequest, request: PassRequest) -> None:
+        assert request is step
+        self.filled.append((request, request.positions.tolist(), request.ends.tolist()))
+
+
+def test_captured_steps_keep_their_positions() -> None:
+    """SGLang's positions count up as steps run, and every replay fills the tensors that the graph was captured with."""
+    recorder = Recorder()
+    steps = make_steps(3, recorder)
+    steps.init_cuda_graph_state(2, 2)
+    round_ = batch("DECODE", positions=LENGTHS.clone())
+    steps.init_forward_metadata_out_graph(round_, in_capture=True)
+    for length in (0, 5):
+        round_.positions.copy_(LENGTHS + length)
+        steps.init_forward_metadata_in_graph(round_)
+        round_.positions.add_(2)
+    steps.init_forward_metadata_out_graph(round_)  # a replay plans nothing anew
+    filled = recorder.filled
+    assert recorder.reserved == 2 and all(a is b for a, (b, *_) in zip(plans(steps) * 2, filled, strict=True))
+    assert [positions for _, positions, _ in filled] == [[7, 130], [8, 131], [12, 135], [13, 136]]
+    assert [ends for _, _, ends in filled] == [[8, 131], [9, 132], [13, 136], [14, 137]]
+    assert len({request.positions.data_ptr() for request, *_ in filled} | {round_.positions.data_ptr()}) == 3
+
+
+def plans(steps: DraftSteps) -> list[Any]:
+    return [one.plan for one in steps.attn_backends]
+
+
+def make_steps(steps: int, planner: Any = None) -> DraftSteps:
+    backend = DraftBackend.__new__(DraftBackend)
+    backend.planner = planner
+    runner = SimpleNamespace(attn_backend=backend)
+    made = create_decode_backend(print, SimpleNamespace(speculative_num_steps=steps, draft_model_runner=runner))
+    assert isinstance(made, DraftSteps)
+    assert all(isinstance(one, Nvfp4AttentionBackend) and one is not backend for one in made.attn_backends)
+    return made
+
+
+def test_draft_extend_is_captured() -> None:
+    """SGLang's worker captures it for the backends of a list; the runner's own stands for one of them."""
+    backend = DraftBackend.__new__(DraftBackend)
+    runner = SimpleNamespace(attn_backend=backend)
+    assert create_extend_backend(print, SimpleNamespace(draft_model_runner=runner)) is backend
+    assert isinstance(backend, find("TRTLLMMLABackend"))
+    assert backend.get_cuda_graph_seq_len_fill_value() == DRAFTED_TOKENS
 
 
 def test_a_single_step_needs_no_backend() -> None:

@@ -15,6 +15,7 @@ import xgrammar
 from examples.function_calling import WEATHER
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.serving import arguments, grammars, requests
+from nvfp4_sgl.serving.finite_logits import FAILED
 from nvfp4_sgl.serving.sglang import parallel, request_state, settings
 
 CALL = """
@@ -54,6 +55,19 @@ def test_mask_that_allows_nothing(aborted: list[str]) -> None:
     assert grammars.accept_tokens(lambda *_: [7], None, request, 7) == []
     grammars.accept_prefill(lambda *_, **__: pytest.fail("accepted"), None, req=request, next_token_id=7)
     assert aborted == [grammars.NO_TOKEN] * 2 and grammar.finished
+
+
+@pytest.mark.parametrize(("refused", "kept"), [(None, [7, 8, -1]), (8, [7])], ids=["taken", "ended"])
+def test_a_token_that_is_none(refused: int | None, kept: list[int]) -> None:
+    """A round's tokens come to the grammar before they are checked: it sees none behind one that is none."""
+
+    def original(processor: Any, request: Any, tokens: list[int]) -> list[int]:
+        assert FAILED not in tokens
+        return tokens[: tokens.index(refused)] if refused in tokens else tokens
+
+    request = SimpleNamespace(grammar=SimpleNamespace())
+    assert grammars.accept_tokens(original, None, request, [7, 8, FAILED, 9]) == kept
+    assert grammars.accept_tokens(original, None, request, FAILED) == [FAILED]
 
 
 def test_mask_that_allows_something(aborted: list[str]) -> None:

@@ -10,13 +10,14 @@ are the draft's likeliest tokens, so that this is rejection sampling (Leviathan 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from nvfp4_sgl.serving.sglang import scheduling
+from nvfp4_sgl.serving.drafts.penalties import Penalties
+from nvfp4_sgl.serving.drafts.simulated import accepted_places, force_chain, simulated_length
+from nvfp4_sgl.serving.sglang import parallel, scheduling
 from nvfp4_sgl.serving.sglang.ledger import find
 
 
@@ -27,11 +28,9 @@ def accept_chain(guesses: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
         guesses: int [B, n], the token of each row; the first is decided.
         sampled: int [B, n], what the target answers each row with.
     """
-    requests, rows = guesses.shape
-    right = guesses[:, 1:] == sampled[:, :-1]
+    rows, right = guesses.shape[1], guesses[:, 1:] == sampled[:, :-1]
     lengths = 1 + right.long().cumprod(1).sum(1)
-    places = torch.arange(requests * rows).view(requests, rows)
-    return lengths.int(), torch.where(torch.arange(rows) < lengths[:, None], places, -1).int()
+    return lengths.int(), accepted_places(lengths, rows)
 
 
 def sample_round(
@@ -39,29 +38,41 @@ def sample_round(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hook around SGLang's sampling of a verify pass: (int32 [B * n], and as of :func:`accept_chain`).
 
-    ``output.next_token_logits`` become those that tokens were sampled from; log-probabilities are made of them.
+    ``output.next_token_logits`` become those that tokens were sampled from; log-probabilities are made of them. Nothing
+    waits for the device.
     """
     if batch.forward_mode.is_idle():
         return original(verify_input, batch, output, grammar_mask, **rest)
     info, rows, logits = batch.sampling_info, verify_input.draft_token_num, output.next_token_logits
     guesses = verify_input.draft_token.view(-1, rows)
-    penalise(logits.view(len(guesses), rows, -1), guesses, batch.reqs)
+    of_request = logits.view(len(guesses), rows, -1)
+    penalties = Penalties(guesses, batch.seq_lens, batch.reqs)
+    penalties.apply(of_request)
     if grammar_mask is not None:
         grammar_mask.apply(logits)
     if info.logit_bias is not None:
-        logits.add_(info.logit_bias.repeat_interleave(rows, 0))
+        of_request += info.logit_bias[:, None]
+    if batch.return_logprob and not info.is_all_greedy:
+        logits = logits.clone()  # the sampler makes probabilities of it
     sampled = sample_rows(logits, info, rows, verify_input.positions).view_as(guesses)
-    return sampled.int().flatten(), *accept_chain(guesses, sampled)
+    if not info.is_all_greedy:
+        parallel.tp_broadcast(sampled)  # equal logits do not give every rank equal sums of probabilities
+    expected = simulated_length()
+    if expected is None:
+        lengths, places = accept_chain(guesses, sampled)
+    else:
+        lengths, places = force_chain(guesses, sampled, expected)
+    penalties.remember(lengths)
+    return sampled.int().flatten(), lengths, places
 
 
 def sample_rows(logits: Tensor, info: Any, rows: int, positions: Tensor) -> Tensor:
-    """int [B * n], by SGLang's sampler; ``logits`` [B * n, vocabulary] stay, but rows that are not finite become 0.
+    """int [B * n], by SGLang's sampler, which overwrites ``logits``, fp32 [B * n, vocabulary], unless all are greedy.
 
     Args:
         info: SGLang's, of B requests. rows: n. positions: int64 [B * n].
     """
-    output = scheduling.logits_output(logits.clone())
-    sampled: Tensor = _sampler()(output, repeated(info, rows), False, [], [], positions)
+    sampled: Tensor = _sampler()(scheduling.logits_output(logits), repeated(info, rows), False, [], [], positions)
     return sampled
 
 
@@ -79,32 +90,6 @@ def repeated(info: Any, rows: int) -> Any:
     same = ("is_all_greedy", "is_any_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
     kept = {name: getattr(info, name) for name in (*same, "vocab_size", "grammars", "device", "max_top_k")}
     return scheduling.sampling_info(**tensors, **kept)
-
-
-def penalise(logits: Tensor, guesses: Tensor, requests: Sequence[Any]) -> None:
-    """Apply each request's penalties in place, those of a row by the answer and the guesses up to it.
-
-    SGLang takes the same penalties for all rows of a round, and of a round's tokens counts the last alone.
-
-    Args:
-        logits: [B, n, vocabulary]. guesses: int [B, n], of which the first is in the answer already.
-        requests: SGLang's.
-    """
-    for of_request, tokens, request in zip(logits, guesses, requests, strict=True):
-        params, answer = request.sampling_params, request.output_ids
-        frequency, presence = params.frequency_penalty, params.presence_penalty
-        repetition, least = params.repetition_penalty, params.min_new_tokens
-        if frequency or presence or repetition != 1:
-            counts = torch.bincount(torch.tensor(answer), minlength=of_request.shape[-1]).float()
-            for row, token in zip(of_request, [None, *tokens[1:].tolist()], strict=True):
-                if token is not None:
-                    counts[token] += 1
-                row -= frequency * counts + presence * (counts > 0)
-                scale = torch.where(counts > 0, repetition, 1.0)
-                row.copy_(torch.where(row < 0, row * scale, row / scale))
-        if len(answer) < least:
-            ends = scheduling.ending_tokens(request)
-            of_request[: least - len(answer), ends] = -torch.inf
 
 
 def log_probabilities(original: Callable[..., None], batch: Any, output: Any, predicted: Tensor, **rest: Any) -> None:

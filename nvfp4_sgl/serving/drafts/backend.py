@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
+from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import PassRequest
+from nvfp4_sgl.model.contract import Context, PassRequest
+from nvfp4_sgl.serving import stages
 from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend, window_rows
 from nvfp4_sgl.serving.drafts.model import MtpForCausalLM
+from nvfp4_sgl.serving.sglang import settings
+from nvfp4_sgl.serving.sglang.ledger import find
 
 
 class DraftBackend(Nvfp4AttentionBackend):
@@ -23,11 +32,48 @@ class DraftBackend(Nvfp4AttentionBackend):
                 " SGLANG_EXTERNAL_MODEL_PACKAGE and other plugins out"
             )
 
+    def planned_context(self, model: Any) -> Context:
+        """The draft's, with its one layer: a planner of the target's layers would reserve room for index scores."""
+        context: Context = model.context
+        config = replace(context.config, num_hidden_layers=1, layer_kinds=(LayerKind.SWA,))
+        return replace(context, config=config)
+
     def layer_caches(self, model: Any) -> list[LayerCache]:
         return [LayerCache(window_rows(self.token_to_kv_pool, model.model_config, 0))]
 
     def warm_up(self, model: Any) -> None:
-        """Nothing is compiled where drafts are served."""
+        with stages.stage("draft warm-up"):
+            passes = DraftPasses(model)
+            self.planner.warm_up(passes, model.vocabulary[0].weight, settings.largest_prefill())
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Lengths of padding are those behind a draft extend, which has so many rows at most."""
+        return DRAFTED_TOKENS
+
+
+class DraftPasses:
+    """A draft's block as planners warm up a :class:`~nvfp4_sgl.model.decoder.Decoder`."""
+
+    def __init__(self, model: MtpForCausalLM):
+        assert model.draft is not None, "load_weights has not run"
+        self._draft, self._streams = model.draft, model.model_config.hc_mult
+
+    def distinct_layers(self) -> list[int]:
+        return [0]
+
+    def expand(self, embedded: Tensor) -> Tensor:
+        """Streams [T, n, d] of embeddings [T, d]."""
+        return embedded[:, None].expand(-1, self._streams, -1).contiguous()
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Streams [T, n, d], all of one token: a rank may not have the embeddings of others."""
+        return self.expand(table[:1].expand(len(token_ids), -1))
+
+    def __call__(
+        self, streams: Tensor, token_ids: Tensor, step: object, caches: list[LayerCache], only: object = None
+    ) -> Tensor:
+        hidden, _ = self._draft(streams[:, 0].contiguous(), streams, token_ids, step, caches[0])
+        return hidden
 
 
 class DraftSteps:
@@ -37,16 +83,45 @@ class DraftSteps:
     on out, so that steps see neither themselves nor the tokens drafted before.
     """
 
+    needs_cpu_seq_lens = False
+
     def __init__(self, backend: DraftBackend, steps: int):
+        self._planner = backend.planner
         self.attn_backends = [copy.copy(backend) for _ in range(steps)]
+        self._captured: list[list[PassRequest]] = []
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Plan every step of a round."""
+        """Plan every step of an eager round."""
         for step, backend in enumerate(self.attn_backends):
-            positions = forward_batch.positions + step
-            backend.plan = backend.planner.plan(
-                PassRequest(positions, forward_batch.req_pool_indices, forward_batch.seq_lens + step + 1)
-            )
+            backend.plan = self._planner.plan(step_request(forward_batch, forward_batch.positions + step))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what graphs of up to ``max_num_tokens`` tokens a step share."""
+        self._planner.reserve(max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a capture of all steps: room for each, with positions of its own; SGLang's count up as steps run.
+
+        It stays allocated as long as this object, for the graph holds its addresses.
+        """
+        if in_capture:
+            positions = [torch.empty_like(forward_batch.positions) for _ in self.attn_backends]
+            requests = [step_request(forward_batch, each) for each in positions]
+            for backend, request in zip(self.attn_backends, requests, strict=True):
+                backend.plan = self._planner.capture(request)
+            self._captured.append(requests)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Record the plans of all steps: what they read of the tables of slots is read before the first one runs."""
+        for step, (backend, request) in enumerate(zip(self.attn_backends, self._captured[-1], strict=True)):
+            torch.add(forward_batch.positions, step, out=request.positions)
+            torch.add(request.positions, 1, out=request.ends)
+            self._planner.fill(backend.plan, request)
+
+
+def step_request(forward_batch: Any, positions: Tensor) -> PassRequest:
+    """The pass of a step at ``positions``, int64 [B], which each request sees up to."""
+    return PassRequest(positions, forward_batch.req_pool_indices, positions + 1)
 
 
 def create_decode_backend(original: Callable[..., Any], factory: Any) -> DraftSteps | None:
@@ -55,5 +130,8 @@ def create_decode_backend(original: Callable[..., Any], factory: Any) -> DraftSt
     return DraftSteps(factory.draft_model_runner.attn_backend, steps) if steps > 0 else None
 
 
-def create_extend_backend(original: Callable[..., Any], factory: Any) -> None:
-    """Hook around its choice of one for draft extend: the runner keeps its own."""
+def create_extend_backend(original: Callable[..., Any], factory: Any) -> DraftBackend:
+    """Hook around its choice of one for draft extend: the runner's own, whose passes are captured where graphs are."""
+    backend: DraftBackend = factory.draft_model_runner.attn_backend
+    find("TRTLLMMLABackend").register(DraftBackend)
+    return backend

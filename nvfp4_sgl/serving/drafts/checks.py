@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
-from nvfp4_sgl.checkpoint.drafts import DRAFTS, draft_kind, verify_draft
+from nvfp4_sgl.checkpoint.drafts import DRAFTS, claimed_kind, draft_kind
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.serving.drafts.simulated import SIMULATED, check_simulated
 from nvfp4_sgl.sglang_defaults import DRAFT_STEPS
 from nvfp4_sgl.targets.target import targets
+
+logger = logging.getLogger(__name__)
 
 SERVED = ("EAGLE", "NEXTN")
 """Those that are served."""
@@ -23,8 +26,6 @@ NEED_ALGORITHM = (
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
 )
-SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
-"""Environment variable of SGLang that has as many guesses accepted as it says."""
 
 
 def check_flags(given: Mapping[str, Any]) -> None:
@@ -58,8 +59,13 @@ def check_flags(given: Mapping[str, Any]) -> None:
             f"--speculative-num-draft-tokens {tokens}: expected {steps + 1}, --speculative-num-steps and one; leave it"
             " out"
         )
-    if float(os.environ.get(SIMULATED) or -1) > 0:
-        raise UnsupportedError(f"{SIMULATED}: not implemented by this package; unset it")
+    expected = check_simulated((steps or DRAFT_STEPS) + 1)
+    if expected is not None:
+        logger.warning(
+            "nvfp4_sgl: SIMULATED ACCEPTANCE (%s): a round accepts %g rows, whatever the model answers: answers mean"
+            " nothing; unset it for anything but a measurement",
+            SIMULATED, expected,
+        )  # fmt: skip
 
 
 def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overrides: Mapping[str, Any]) -> None:
@@ -76,10 +82,10 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overr
     if algorithm is None:
         return
     flag, wanted = f"--speculative-algorithm {algorithm}", DRAFTS[algorithm.upper()]
-    if verified.is_dummy or "convert_at_load" in overrides:
-        how = "--load-format dummy" if verified.is_dummy else "convert_at_load"
-        raise UnsupportedError(f"{flag} with {how}: not implemented; leave one of them out")
-    found, directory = draft_kind(verified.inventory), verified.inventory.directory
+    if "convert_at_load" in overrides:
+        raise UnsupportedError(f"{flag} with convert_at_load: not implemented; leave one of them out")
+    found = claimed_kind(verified.raw) if verified.is_dummy else draft_kind(verified.inventory)
+    directory = verified.inventory.directory
     if found is not wanted:
         words = "none" if found is None else f"a {found.value} draft ('{found.mark}')"
         others = [one for one in DRAFTS if DRAFTS[one] is found]
@@ -89,16 +95,17 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overr
         raise UnsupportedError(f"{flag}: not implemented; leave the flag out, and nothing is drafted")
     drafting = [each.word for each in targets() if each.drafts]
     if target not in drafting:
-        where = " and ".join(drafting)
-        raise UnsupportedError(f"{flag}: not implemented on target {target}, only on {where}; leave the flag out")
+        where = " and ".join(dict.fromkeys(drafting))
+        raise UnsupportedError(
+            f"{flag}: not implemented on target {target}, whose drafts have run on no GPU yet, only on {where}; leave"
+            " the flag out"
+        )
     if path is not None and not (Path(path).is_dir() and Path(path).samefile(given["model_path"])):
         raise ConfigError(
             f"--speculative-draft-model-path {path}: expected --model-path, {given['model_path']}, which bundles its"
             " draft; leave it out"
         )
-    if given["tp_size"] != 1:
-        raise UnsupportedError(f"{flag} with --tp-size {given['tp_size']}: not implemented; leave one of them out")
-    verify_draft(verified.inventory, verified.raw, verified.config)
+    verified.draft()
 
 
 def declared(given: Mapping[str, Any]) -> dict[str, Any]:

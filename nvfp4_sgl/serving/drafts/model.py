@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.checkpoint.reader import reader_for
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import arguments, stages
 from nvfp4_sgl.serving.model import OTHER_UPDATES, make_logits_processor, planned_backend, rank_context
-from nvfp4_sgl.serving.sglang import models
+from nvfp4_sgl.serving.sglang import models, settings
 from nvfp4_sgl.targets.choose import choose, detect_target
 
 
@@ -33,6 +32,7 @@ class MtpForCausalLM(nn.Module):
         self.model_config = self.verified.config
         mode = models.activation_mode(config)
         self.choice = choose(detect_target(), None if mode is None else ActivationMode(mode))
+        self.uniform_experts = settings.environment_flag(arguments.UNIFORM_EXPERTS)
         self.logits_processor = make_logits_processor(config)
         self.start_layer, self.end_layer = 0, 1
         self.draft: MtpDraft | None = None
@@ -50,15 +50,26 @@ class MtpForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the draft strictly through our own reader; SGLang's iterator is left alone."""
+        if self.verified.is_dummy:
+            raise UnsupportedError("--load-format dummy: expected no weights to load, found some; restart the server")
         if self.draft is not None:
             raise UnsupportedError(f"load_weights: the draft has its weights; {OTHER_UPDATES}")
+        self._load()
+        return {name for name, _ in self.named_parameters()}
+
+    def post_load_weights(self) -> None:
+        """Draw random weights: SGLang calls this, and not :meth:`load_weights`, with ``--load-format dummy``."""
+        if not self.verified.is_dummy:
+            raise UnsupportedError(f"post_load_weights: expected --load-format dummy; {OTHER_UPDATES}")
+        self._load()
+
+    def _load(self) -> None:
         with stages.stage("draft") as words:
             like = torch.empty(0)  # SGLang loads under the device and dtype that it serves with
-            reader = reader_for(self.verified.inventory, like.device, of_draft=True)
-            self.draft = MtpDraft(rank_context(reader, self.model_config, self.choice, like, uniform_experts=False))
+            reader = self.verified.draft_reader(like.device)
+            self.draft = MtpDraft(rank_context(reader, self.model_config, self.choice, like, self.uniform_experts))
             reader.finish()
             words.append(f"MTP block, {reader.nbytes / 1e9:.2f} GB stored")
-        return {name for name, _ in self.named_parameters()}
 
     @torch.no_grad()
     def forward(

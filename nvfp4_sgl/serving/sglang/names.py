@@ -11,6 +11,15 @@ NAMES = {
     "AttentionBackend": Private(
         "sglang.srt.layers.attention.base_attn_backend:AttentionBackend", "base class of our attention backend"
     ),
+    "TRTLLMMLABackend": Private(
+        "sglang.srt.layers.attention.trtllm_mla_backend:TRTLLMMLABackend",
+        "the worker captures draft extend for backends that it knows; ours is registered as this one",
+    ),
+    "maybe_create_verify_mask": Private(
+        "sglang.srt.layers.attention.verify_mask:maybe_create_verify_mask",
+        "a mask of the rows of a round alone",
+        "*, is_draft_runner, skip_prefill, max_bs, max_context_len, num_draft_tokens, device, is_read, dtype",
+    ),
     "VocabParallelEmbedding": Private(
         "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding", "token embedding, split over TP ranks"
     ),
@@ -77,7 +86,7 @@ NAMES = {
         "sglang.srt.distributed:tensor_model_parallel_all_reduce", "sum over TP ranks", "input_"
     ),
     "get_tp_group": Private(
-        "sglang.srt.distributed:get_tp_group", "sums and rows of the TP ranks, divided by tokens", ""
+        "sglang.srt.distributed:get_tp_group", "sums and rows of the TP ranks, divided by tokens; sampled tokens", ""
     ),
     "add_attention_backend_choices": Private(
         "sglang.srt.arg_groups.choices:add_attention_backend_choices", "--attention-backend nvfp4_sgl"

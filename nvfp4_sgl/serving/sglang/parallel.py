@@ -41,3 +41,9 @@ def tp_all_gather(tensor: Tensor) -> Tensor:
     else:
         group.all_gather_into_tensor(rows, tensor)
     return rows
+
+
+def tp_broadcast(tensor: Tensor) -> None:
+    """Make ``tensor`` that of the first tensor-parallel rank, on all ranks; contiguous."""
+    if tp_size() > 1:
+        find("get_tp_group")().broadcast(tensor, src=0)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.serving.sglang.ledger import module
+from nvfp4_sgl.serving.sglang.ledger import find, module
 
 
 @contextlib.contextmanager
@@ -22,6 +22,23 @@ def pool_class(replacement: Any) -> Iterator[None]:
         yield
     finally:
         setattr(builder, name, original)
+
+
+def verify_mask(requests: Any, runner: Any, rows: int) -> Any:
+    """A mask of the rows of a round that nothing reads, for the backend of ``runner``; ``None`` if it verifies nothing.
+
+    Args:
+        requests: SGLang's pool of request slots. rows: of a round, 1 without drafts.
+    """
+    return find("maybe_create_verify_mask")(
+        is_draft_runner=runner.is_draft_worker,
+        skip_prefill=rows == 1,
+        max_bs=requests.size,
+        max_context_len=0,
+        num_draft_tokens=rows,
+        device=runner.device,
+        is_read=False,
+    )
 
 
 def full_to_swa_mapping(pool: Any) -> Tensor:

@@ -97,34 +97,77 @@ def _lost_share(model):
 def _guesses(model):
     """While the file that PLANTED_GUESSES names is there, a draft guesses by it, whatever it has computed.
 
-    The file holds ``sequences`` of token ids, and the ``wrong`` ones of the positions that are guessed, modulo 256.
+    The file holds ``sequences`` of token ids, and the ``wrong`` ones of the positions that are guessed, modulo 256. It
+    is read in passes that no graph runs: the draft's over a prompt among them. What it says lies on the device, where
+    graphs read it, too.
     """
-    file = Path(os.environ["PLANTED_GUESSES"])
+    import torch
+
+    file, planted, before = Path(os.environ["PLANTED_GUESSES"]), dict[str, torch.Tensor](), [""]
     original = model.MtpForCausalLM.forward
+
+    def read(device):
+        """Token ids, -1 where there are none, with two columns more than the longest sequence may have."""
+        if not planted:
+            planted["ids"] = torch.full((MAX_SEQUENCES, MAX_LENGTH + 2), -1, device=device)
+            planted["wrong"] = torch.zeros(256, dtype=torch.int64, device=device)
+            planted["active"] = torch.zeros(1, dtype=torch.bool, device=device)
+        text = file.read_text() if file.exists() else ""
+        if text != before[0]:
+            said = json.loads(text or '{"sequences": [], "wrong": []}')
+            planted["ids"].fill_(-1)
+            for row, ids in zip(planted["ids"], said["sequences"], strict=False):
+                row[: len(ids)] = torch.tensor(ids, device=device)
+            planted["wrong"].zero_()
+            planted["wrong"][list(said["wrong"])] = 1
+            planted["active"].fill_(bool(text))
+            before[0] = text
 
     def forward(self, input_ids, positions, forward_batch, input_embeds=None):
         output = original(self, input_ids, positions, forward_batch, input_embeds)
-        if file.exists():
-            said = json.loads(file.read_text())
-            rows = zip(positions.tolist(), input_ids.tolist(), strict=True)
-            guesses = [_guess(said["sequences"], said["wrong"], *row) for row in rows]
-            if len(guesses) > len(output.next_token_logits):
-                guesses = [guesses[last - 1] for last in forward_batch.extend_seq_lens.cumsum(0).tolist()]
-            output.next_token_logits.fill_(0)
-            for row, guess in zip(output.next_token_logits, guesses, strict=True):
-                row[guess] = 100
+        logits = output.next_token_logits
+        if not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
+            read(logits.device)
+        # A row's token follows its position: it guesses what follows that.
+        at = positions.clamp(max=MAX_LENGTH - 1)
+        found = (planted["ids"][:, at + 1] == input_ids) & (input_ids >= 0)
+        right = planted["ids"][:, at + 2].where(found, -1).amax(0)
+        guesses = torch.where(right >= 0, right + planted["wrong"][(at + 2) % 256], 0)
+        if len(guesses) > len(logits):
+            rows = getattr(forward_batch.spec_info, "select_index", None)
+            guesses = guesses[forward_batch.extend_seq_lens.cumsum(0) - 1 if rows is None else rows]
+        said = torch.zeros_like(logits).scatter_(1, guesses[:, None] % logits.shape[1], 100.0)
+        logits.copy_(torch.where(planted["active"], said, logits))
         return output
 
     model.MtpForCausalLM.forward = forward
 
 
-def _guess(sequences, wrong, position, token):
-    """What follows ``token``, which follows the one at ``position``."""
-    for ids in sequences:
-        if position + 2 < len(ids) and ids[position + 1] == token:
-            right = ids[position + 2]
-            return right + 1 if (position + 2) % 256 in wrong else right
-    return 0
+MAX_SEQUENCES, MAX_LENGTH = 32, 2048
+"""Of what is guessed by."""
+
+
+def _nan_rows(model):
+    """While the file that PLANTED_NAN names is there, the logits of a round behind the token that it holds are NaN.
+
+    As of :func:`_guesses`, passes that no graph runs read it.
+    """
+    import torch
+
+    file, planted = Path(os.environ["PLANTED_NAN"]), dict[str, torch.Tensor]()
+    original = model.DeepseekV4ForCausalLM.forward
+
+    def forward(self, input_ids, positions, forward_batch, input_embeds=None):
+        output = original(self, input_ids, positions, forward_batch, input_embeds)
+        logits = output.next_token_logits
+        if not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
+            planted.setdefault("token", torch.full((1,), -1, device=logits.device))
+            planted["token"].fill_(int(file.read_text()) if file.exists() else -1)
+        if forward_batch.forward_mode.is_target_verify():
+            logits.masked_fill_((input_ids == planted["token"])[:, None], float("nan"))
+        return output
+
+    model.DeepseekV4ForCausalLM.forward = forward
 
 
 def _slow(original):
@@ -152,6 +195,7 @@ FAULTS = {
     "nan": {"nvfp4_sgl.serving.model": _nan_streams},
     "guesses": {"nvfp4_sgl.serving.drafts.model": _guesses},
     "nan logits": {"nvfp4_sgl.serving.model": _nan_logits},
+    "nan rows": {"nvfp4_sgl.serving.model": _nan_rows},
     "share": {"nvfp4_sgl.serving.model": _lost_share},
     "slow": {
         "transformers.tokenization_utils_tokenizers": _slow_tokenizer,

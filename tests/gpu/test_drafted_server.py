@@ -1,0 +1,60 @@
+"""A server that drafts on this GPU: SGLang's EAGLE worker, its kernels and CUDA graphs around our model and draft.
+
+``tests/serving/test_drafted.py`` runs more of it on a CPU server, ``test_drafted_ranks.py`` two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import drafted_server
+from tests.support.drafted_server import Drafted
+
+pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(470)]
+
+
+@pytest.fixture(scope="module", params=[3, 1], ids=["steps3", "steps1"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafted]:
+    with drafted_server.drafted(tmp_path_factory.mktemp("drafted"), request.param) as found:
+        yield found
+
+
+@pytest.fixture
+def drafted(served: Drafted) -> Iterator[Drafted]:
+    """Each test ends with the draft's own guesses."""
+    yield served
+    served.guesses.clear()
+
+
+def test_rounds_run_in_graphs(drafted: Drafted) -> None:
+    drafted_server.check_graphs(drafted)
+
+
+def test_answers_with_every_kind_of_guess(drafted: Drafted) -> None:
+    drafted_server.check_guesses(drafted)
+
+
+def test_sixteen_requests_at_once(drafted: Drafted) -> None:
+    drafted_server.check_crowd(drafted)
+
+
+def test_chunks_and_cached_pages(drafted: Drafted) -> None:
+    drafted_server.check_cached_pages(drafted)
+
+
+def test_sampling(drafted: Drafted) -> None:
+    drafted_server.check_sampling(drafted)
+
+
+def test_penalties(drafted: Drafted) -> None:
+    drafted_server.check_penalties(drafted)
+
+
+def test_logits_that_are_not_finite(drafted: Drafted) -> None:
+    drafted_server.check_nan(drafted)
+
+
+def test_the_time_of_a_round(drafted: Drafted) -> None:
+    drafted_server.print_round(drafted)
