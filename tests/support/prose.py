@@ -32,7 +32,7 @@ UNITS = {
 NUMBERS = rf"(?:{NUMBER}(?:, and |, | and | to | or |[–-]))*{NUMBER}"
 FIGURES = re.compile(rf"(?<![\w.^×/-])(?P<numbers>{NUMBERS})[ -]?(?P<unit>{'|'.join(UNITS)})")
 BLANK = re.compile(r"[^\S\n]*\n(?!\s*\n)[^\S\n]*|[^\S\n]+")
-MARKS = re.compile(r"</?\w[^>]*>|(?<=\S)[*_]+|[*_]+(?=\S)")
+MARKS = re.compile(r"`+|</?\w[^>]*>|(?<=\S)[*_]+|[*_]+(?=\S)")
 MONTH = (
     r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?"
     r"|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?)\b\.?"
@@ -82,7 +82,7 @@ END = re.compile(rf"(?<=[.?!]){GOES_ON}[\"')*_]*\s+(?=[\"'(\[*_]*\w)")
 
 
 def plain(text: str) -> str:
-    """``text`` as a browser shows it: no emphasis, no HTML, and one space for a line's end or any other blank."""
+    """``text`` as a browser shows it: no marks, no HTML, and one space for a line's end or any other blank."""
     return BLANK.sub(" ", MARKS.sub("", html.unescape(text)))
 
 
