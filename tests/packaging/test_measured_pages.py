@@ -20,6 +20,7 @@ from benchmarks import pages
 from benchmarks.figures import FIGURES, RESULTS, Figure, read, recorded
 
 NOT_USER_PAGES = ("specification.md", "formats.md")
+CAPABILITY = "a compute capability"
 DISK = "disk that the environment takes"
 EXTRAPOLATED = "an estimate of convert_cpu.md for a whole model"
 FORECAST = "bytes of a rank, counted from config.json"
@@ -33,6 +34,7 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
         "24 GB": "size of the files that a benchmark makes",
     },
     "checkpoints.md": {"320 MiB": "size of a buffer"},
+    "compatibility.md": dict.fromkeys(("9.0", "10.0", "10.3"), CAPABILITY),
     "contributing.md": {"11 GB": DISK},
     "convert.md": {
         **dict.fromkeys(("5 GB", "256 MiB"), "a limit of a file's size"),
@@ -48,6 +50,7 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
         "11 s": "an example of what a step prints",
         **dict.fromkeys(("15 min", "20 min", "40 min", "60 min", "90 min"), "a step's limit of time"),
     },
+    "how_it_works.md": {"9.0": CAPABILITY},
     "index.md": {"11 GB": DISK},
     "hopper.md": {"24 GB": "size of the files that a benchmark makes"},
     "security.md": dict.fromkeys(
@@ -72,7 +75,10 @@ def own_words(page: str, text: str) -> str:
 
 
 def said(text: str) -> Iterator[tuple[Decimal, str]]:
-    """(number, unit) of each figure in prose and in tables, where the unit may stand in the head of column or row."""
+    """(number, unit) of each figure in prose and in tables, where the unit may stand in the head of column or row.
+
+    A number with a fraction alone in a cell is a figure, too, of a unit that stands nowhere.
+    """
     yield from figures(text)
     head: list[str] = []
     for line in text.splitlines():
@@ -81,8 +87,9 @@ def said(text: str) -> Iterator[tuple[Decimal, str]]:
         for column, cell in enumerate(cells):
             heads = (*head[column : column + 1], cells[0])
             unit = next((match["unit"] for one in heads if (match := HEADER_UNIT.search(one))), None)
-            if unit and (bare := BARE.match(cell)) and not any(figures(cell)):
-                yield number(bare[1]), unit_named(unit)
+            bare = None if any(figures(cell)) else BARE.match(cell)
+            if bare and (unit or ("." in bare[1] and bare.end() == len(cell))):
+                yield number(bare[1]), unit_named(unit) if unit else ""
 
 
 def held(recorded: list[Figure]) -> set[tuple[Decimal, str]]:
@@ -98,9 +105,9 @@ def held(recorded: list[Figure]) -> set[tuple[Decimal, str]]:
 
 def unknown(page: str, text: str, data: set[tuple[Decimal, str]]) -> list[str]:
     return [
-        f"{value} {unit}"
+        f"{value} {unit}".strip()
         for value, unit in said(own_words(page, text))
-        if (value, unit) not in data and f"{value} {unit}" not in NOT_MEASURED.get(page, {})
+        if (value, unit) not in data and f"{value} {unit}".strip() not in NOT_MEASURED.get(page, {})
     ]
 
 
@@ -140,6 +147,7 @@ def test_a_user_page_says_no_figure_that_the_data_do_not_hold(page: Path) -> Non
         ("takes 9.1–9.2 ms or 9.3-9.4 ms", ["9.1 ms", "9.2 ms", "9.3 ms", "9.4 ms"]),
         ("| a step, ms | rate (tok/s) |\n| --- | --- |\n| 9.1 | ~99 |", ["9.1 ms", "99 tokens/s"]),
         ("| | ours |\n| --- | --- |\n| first token, ms | 9.1, median |", ["9.1 ms"]),
+        ("Times in ms:\n\n| GPUs | ours |\n| --- | --- |\n| 2 | 9.1 |", ["9.1"]),
         ("| step, ms | tokens |\n| --- | --- |\n| 3.79 | 64 |\n\n| a | b |\n| --- | --- |\n| 7 | 8 |", []),
     ],
     ids=[
@@ -151,6 +159,7 @@ def test_a_user_page_says_no_figure_that_the_data_do_not_hold(page: Path) -> Non
             "ranges",
             "a unit in a head",
             "a unit in a row's head",
+            "a unit above a table",
             "heads of other columns",
         ),
     ],
