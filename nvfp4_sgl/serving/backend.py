@@ -65,7 +65,7 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         require_own_model(model)
 
     def planned_context(self, model: Any) -> Context:
-        """What the planner goes by: ``model``'s, whose layers say what a pass needs."""
+        """The context that the planner goes by: ``model``'s, whose layers say what a pass needs."""
         context: Context = model.context
         return context
 

@@ -23,7 +23,7 @@ _ANSWER = "nvfp4_sgl_answer"
 
 @dataclass
 class Answer:
-    """What a request with penalties has said.
+    """The tokens that a request with penalties has said.
 
     Attributes:
         retractions: how often it had been retracted when this was made; its answer is in the prompt afterwards.
@@ -94,7 +94,7 @@ class Penalties:
         self._counts = counts
 
     def _answer(self, place: int, vocabulary: int) -> Answer:
-        """What the request at ``place`` has said; made in its first round, and again in the first after a retraction.
+        """The answer of the request at ``place``: made in its first round, and again in the first after a retraction.
 
         In that round the host may or may not know the token that the prompt's pass has given, which is a guess here:
         the length says which tokens come before it.
