@@ -51,6 +51,9 @@ def main() -> int:
     parser = shared_options("launch/bench_full", __doc__, ENGINES, "full_size", tp=2, layers=LAYERS, tokens=256)
     parser.add_argument("--long", action="store_true", help=f"also the time to first token of {LONG_PROMPT} tokens")
     parser.add_argument("--trace", type=int, nargs="*", default=[], help="requests at once of traced decode steps")
+    parser.add_argument("--drafts", choices=["mtp"], help="draft, with acceptance that is simulated")
+    parser.add_argument("--steps", type=int, default=3, help="of the draft")
+    parser.add_argument("--accepted", type=float, default=1.0, metavar="ROWS", help="of a round, in the mean")
     parser.add_argument("--record", type=Path, metavar="FILE", help="a new JSON file of launch/results/figures")
     arguments = parsed(parser, ENGINES)
     if arguments.record is not None:
@@ -67,6 +70,10 @@ def check_record(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
     file: Path = arguments.record
     if "ours" not in arguments.servers:
         parser.error(f"--record {file}: expected ours among the servers, found {' '.join(arguments.servers)}")
+    if arguments.drafts:
+        parser.error(
+            f"--record {file} with --drafts: acceptance is simulated, and figures of answers are recorded alone"
+        )
     if file.exists() or file.suffix != ".json" or not file.parent.is_dir():
         parser.error(f"--record {file}: expected a new .json file in a folder that exists; name another")
 
@@ -136,6 +143,8 @@ def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, A
         flags += STOCK_FLAGS
         paths = [str(STOCK), *filter(None, [os.environ.get("PYTHONPATH")])]
         values |= STOCK_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
+    more, variables = drafting(arguments)
+    flags, values = flags + more, values | variables
     log = folder / "server.log"
     begun = time.monotonic()
     with (
@@ -151,13 +160,34 @@ def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, A
             yield "plugin", plugin(json.load(answer), engine)
         for count in dict.fromkeys([*arguments.concurrency, *arguments.trace]):
             if count in arguments.concurrency:
-                yield f"at {count}", served(client, url, model, count, arguments.prompt, arguments.tokens)
+                found = served(client, url, model, count, arguments.prompt, arguments.tokens)
+                yield f"at {count}", found
+                if arguments.drafts:
+                    yield f"round at {count}", round(found["mean_tpot_ms"] * arguments.accepted, 3)
                 yield f"steady at {count}", steady(log, count)
             if count in arguments.trace:
                 gemms = Gemms.of(ModelConfig.from_dir(model), arguments.tp, count) if engine == "ours" else None
                 yield f"trace at {count}", trace(url, folder, count, arguments.prompt, gemms)
         if arguments.long:
             yield f"prompt of {LONG_PROMPT}", served(client, url, model, 1, LONG_PROMPT, 4)
+
+
+def drafting(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment of a server that drafts, of either engine; none of one that does not.
+
+    Guesses of random weights mean nothing, so that SGLang's switch says how many are accepted. With one row of a round
+    accepted, which is the default, the time per output token is that of a round.
+    """
+    if not arguments.drafts:
+        return [], {}
+    steps = arguments.steps
+    flags = ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps)]
+    flags += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)]
+    accepted = {
+        "SGLANG_SIMULATE_ACC_LEN": str(arguments.accepted),
+        "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
+    }
+    return flags, accepted
 
 
 def plugin(info: dict[str, Any], engine: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.serving.drafts import checks, simulated
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 from tests.support.released import FLASH, config_json
@@ -37,6 +39,25 @@ def steps(count: int) -> list[dict[str, Any]]:
         at = 100.0 * step
         found += [event("a", at, 10, step), event("b", at + 2, 12, step), event("c", at + 20, 5, step)]
     return found
+
+
+def test_a_server_that_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its flags fit each other and the configuration that is measured."""
+    from benchmarks import flash, full_size
+
+    assert full_size.drafting(Namespace(drafts=None)) == ([], {})
+    flags, variables = full_size.drafting(Namespace(drafts="mtp", steps=3, accepted=2.5))
+    given = dict.fromkeys(("speculative_algorithm", *checks.NEED_ALGORITHM))
+    for flag, value in zip(flags[::2], flags[1::2], strict=True):
+        given[flag.removeprefix("--").replace("-", "_")] = value if value == "EAGLE" else int(value)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    simulated.simulated_length.cache_clear()
+    checks.check_flags(given)
+    assert simulated.check_simulated(4) == 2.5
+    simulated.simulated_length.cache_clear()
+    model = flash.write_flash(tmp_path, full_size.ENGINES["ours"], 2)
+    checks.check_draft(given | {"model_path": str(model)}, verify_dummy(model), "sm_90a", {})
 
 
 def test_what_a_launch_adds_to_a_step(tmp_path: Path) -> None:

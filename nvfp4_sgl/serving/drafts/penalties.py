@@ -51,7 +51,7 @@ class Penalties:
         lengths: int [B], tokens of each request whose keys were cached before the round.
         requests: SGLang's, B of them.
         """
-        self._guesses, self._lengths, self._requests = guesses.clamp(min=0).long(), lengths, requests
+        self._guesses, self._lengths, self._requests = guesses, lengths, requests
         self._asking = [place for place, request in enumerate(requests) if is_penalised(request)]
         self._counts: Tensor | None = None
 
@@ -76,7 +76,7 @@ class Penalties:
         return torch.stack([tensor[place] for place in self._asking])
 
     def _penalise(self, logits: Tensor) -> None:
-        tokens, picked = self._of_asking(self._guesses), self._of_asking(logits)
+        tokens, picked = self._of_asking(self._guesses).clamp(min=0).long(), self._of_asking(logits)
         answers = [self._answer(place, logits.shape[-1]) for place in self._asking]
         requests, rows = tokens.shape
         before = torch.stack([answer.counts for answer in answers])
