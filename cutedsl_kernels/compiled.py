@@ -106,7 +106,7 @@ class KernelCache:
     """
 
     def __init__(self, library: KernelSource | None = None, compile_missing: bool = True) -> None:
-        self._library, self._compile_missing = library, compile_missing
+        self._libraries, self._compile_missing = [] if library is None else [library], compile_missing
         self._kernels: dict[KernelKey, NativeKernel] = {}
         self._lock = threading.Lock()
 
@@ -123,14 +123,20 @@ class KernelCache:
                 self._kernels[key] = kernel
         return kernel
 
+    def add(self, library: KernelSource) -> None:
+        """Search ``library``, too, and compile what is missing until frozen again: a draft follows its target."""
+        self._libraries.append(library)
+        self._compile_missing = True
+
     def freeze(self) -> None:
         """Compile nothing from now on."""
         self._compile_missing = False
 
     def _make(self, key: KernelKey) -> NativeKernel:
-        found = self._library.kernel(key) if self._library is not None else None
-        if found is not None:
-            return found
+        for library in self._libraries:
+            found = library.kernel(key)
+            if found is not None:
+                return found
         if not self._compile_missing:
             raise LibraryError(
                 f"{key}: not in the library of compiled kernels, and compiling is switched off; rebuild the library"

@@ -7,19 +7,25 @@ config.json is enough. The machine that serves needs the same Triton, CuTeDSL an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING, Rings
 from nvfp4_sgl.cache.local import LocalCaches
+from nvfp4_sgl.checkpoint.drafts import DraftKind, draft_kind
 from nvfp4_sgl.checkpoint.verified import Verified
-from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
+from nvfp4_sgl.draft_config import DsparkConfig
+from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.model.contract import Context, Slots
 from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.model.dspark import DsparkDraft
+from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
 from nvfp4_sgl.synthetic.dummy import DummyReader
@@ -31,6 +37,8 @@ from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.weights.parallel import lone_rank
 
+Needed = tuple[Sequence[KernelKey], Sequence[ahead.Variant]]
+"""GEMMs and Triton kernels."""
 META = torch.device("meta")
 """Tensors with sizes and no storage."""
 EXTRA_TOKENS = 4
@@ -45,6 +53,7 @@ class Serving:
         ranks: ``--tp-size``. context: ``--context-length``. requests: ``--max-running-requests``.
         chunk: ``--chunked-prefill-size``. uniform_experts: whether uniform routing is simulated.
         mode: ``activation_mode``; ``None`` for that of config.json, or else the target's default.
+        drafted: rows of a request in a pass that verifies the bundled draft; 1 if nothing is drafted.
     """
 
     ranks: int
@@ -53,6 +62,12 @@ class Serving:
     chunk: int = CHUNK
     uniform_experts: bool = False
     mode: ActivationMode | None = None
+    drafted: int = 1
+
+    @property
+    def rings(self) -> Rings:
+        """Rows of the compressors' state rings."""
+        return STATE_RING if self.drafted == 1 else DRAFTED_STATE_RING
 
 
 def build(
@@ -75,13 +90,14 @@ def build(
         How many GEMMs and Triton kernels these servers need.
 
     Raises:
-        ConfigError: the model cannot be split over so many ranks.
+        ConfigError: the model cannot be split over so many ranks, or a draft is asked for that is not there.
         LibraryError: a kernel does not compile.
     """
     gpu = gpu or descriptor(target).gpu()
     found = [needed(verified, target, setting, gpu) for setting in settings]
+    found += [needed_by_draft(verified, target, setting, gpu) for setting in settings if setting.drafted > 1]
     variants = list(dict.fromkeys(variant for _, more in found for variant in more))
-    # A library for each number of ranks, as servers look for them; one for all where a folder is given.
+    # A library for each number of ranks and for a draft, as servers look for them; one for all where a folder is given.
     libraries = [keys for keys, _ in found] if output is None else [[key for keys, _ in found for key in keys]]
     with ahead.cached_in(None if output is None else output / compile_ahead.TRITON_FOLDER):
         for keys in libraries:
@@ -108,11 +124,34 @@ def with_distinct_layers(verified: Verified) -> ModelConfig:
     return replace(config, num_hidden_layers=count, layer_kinds=config.layer_kinds[:count])
 
 
+def needed(verified: Verified, target: str, setting: Serving, gpu: Gpu) -> Needed:
+    """The GEMMs and Triton kernels of a server on ``gpu``, without its draft's."""
+
+    def of_target(context: Context) -> Needed:
+        return _needed(Decoder(context), context, setting)
+
+    return _without_storage(verified, target, setting, gpu, of_target)
+
+
+def needed_by_draft(verified: Verified, target: str, setting: Serving, gpu: Gpu) -> Needed:
+    """Those of the draft that the checkpoint bundles.
+
+    Raises:
+        ConfigError: it bundles none.
+    """
+
+    def of_draft(context: Context) -> Needed:
+        draft = _draft(verified, context)
+        return _needed(draft, _planned(draft), setting)
+
+    return _without_storage(verified, target, setting, gpu, of_draft)
+
+
 @torch.no_grad()
-def needed(
-    verified: Verified, target: str, setting: Serving, gpu: Gpu
-) -> tuple[Sequence[KernelKey], Sequence[ahead.Variant]]:
-    """The GEMMs and Triton kernels of a server on ``gpu``."""
+def _without_storage(
+    verified: Verified, target: str, setting: Serving, gpu: Gpu, find: Callable[[Context], Needed]
+) -> Needed:
+    """What ``find`` finds on ``gpu`` with tensors without storage."""
     mode = setting.mode or mode_of(target, verified.raw.get("activation_mode"))
     choice, config = choose(target, mode), with_distinct_layers(verified)
     dry = DryLauncher(target, gpu.clusters)
@@ -127,13 +166,42 @@ def needed(
             lone_rank(setting.ranks),
             setting.uniform_experts,
         )
-        decoder = Decoder(context)
-        # The caches' sizes choose no kernel, those of the table of slots do.
-        caches = LocalCaches(config, packed=True, dtype=torch.bfloat16, device=META)
-        columns = setting.context + EXTRA_TOKENS
-        table = torch.empty(setting.requests + 1, columns, dtype=torch.int32, device=META)
-        slots = Slots(table, caches.full_to_swa.to(META), setting.requests, setting.context)
-        planner = choice.boundaries.plan(context, slots, caches.layers)
-        assert isinstance(planner, GemmPlanner)
-        embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device=META)
-        return planner.gemms(setting.chunk), planner.triton_variants(decoder, embedding, setting.chunk)
+        return find(context)
+
+
+def _needed(model: Decoder | MtpDraft | DsparkDraft, context: Context, setting: Serving) -> Needed:
+    """The GEMMs and Triton kernels of ``model``, whose passes are planned by ``context``."""
+    config = context.config
+    # The caches' sizes choose no kernel, those of the table of slots do.
+    caches = LocalCaches(config, packed=True, dtype=torch.bfloat16, device=META, rings=setting.rings)
+    columns = setting.context + EXTRA_TOKENS
+    table = torch.empty(setting.requests + 1, columns, dtype=torch.int32, device=META)
+    sizes = setting.requests, setting.context, setting.rings, setting.drafted
+    slots = Slots(table, caches.full_to_swa.to(META), *sizes)
+    planner = context.boundaries.plan(context, slots, caches.layers)
+    assert isinstance(planner, GemmPlanner)
+    embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device=META)
+    return planner.gemms(setting.chunk), planner.triton_variants(model, embedding, setting.chunk)
+
+
+def _draft(verified: Verified, context: Context) -> MtpDraft | DsparkDraft:
+    """The draft that the checkpoint bundles.
+
+    Raises:
+        ConfigError: it bundles none.
+    """
+    kind = draft_kind(verified.inventory)
+    if kind is None:
+        raise ConfigError(f"{verified.inventory.directory}: expected a draft under 'mtp.', found none; draft nothing")
+    if kind is DraftKind.MTP:
+        return MtpDraft(context)
+    return DsparkDraft(context, DsparkConfig.parse(verified.raw, verified.config))
+
+
+def _planned(draft: MtpDraft | DsparkDraft) -> Context:
+    """What the planner of a draft goes by: layers of windows alone, as many as it has blocks."""
+    context, matrices = draft.context, draft.context.draft
+    assert matrices is not None
+    blocks = matrices.stages
+    config = replace(context.config, num_hidden_layers=blocks, layer_kinds=(LayerKind.SWA,) * blocks)
+    return replace(context, config=config)

@@ -40,6 +40,7 @@ from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.model.policy import Choice, Policy
 from nvfp4_sgl.model.tokens import Gather, Tokens, tokens_of
 from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.weights.gemms import DraftMatrices
 from nvfp4_sgl.weights.layout import ExpertMatrices
 from nvfp4_sgl.weights.parallel import TensorParallel
 from nvfp4_sgl.weights.source import Shard, WeightSource
@@ -102,12 +103,13 @@ class PassKind(enum.Enum):
     VERIFY = enum.auto()
     """``tokens_each`` each: a token and the draft behind it."""
     BLOCK = enum.auto()
-    """Any number each, a draft's block: each token sees the window in front of the block, and every token of it."""
+    """``tokens_each`` each, or as ``added`` says, a draft's block: each token sees the window in front of the block
+    and all of it."""
 
     @property
     def is_by_size(self) -> bool:
         """Whether all sizes follow from the numbers of tokens and requests, so that a graph can be captured."""
-        return self in (PassKind.DECODE, PassKind.VERIFY)
+        return self is not PassKind.EXTEND
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,9 @@ class PassRequest:
     longest: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.kind.is_by_size is (self.added is None), f"{self.kind}: added is {self.added}"
-        assert self.tokens_each == 1 or self.kind is PassKind.VERIFY
+        if self.kind is not PassKind.BLOCK:
+            assert self.kind.is_by_size is (self.added is None), f"{self.kind}: added is {self.added}"
+        assert self.tokens_each == 1 or (self.kind in (PassKind.VERIFY, PassKind.BLOCK) and self.added is None)
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class Slots:
         full_to_swa: int64, window slot of a full slot.
         requests: of the largest decode pass. longest: tokens of the longest sequence that may come.
         rings: rows of the compressors' state rings.
+        drafted: most tokens that a request adds in a pass that verifies: 1 in a run without drafts.
     """
 
     table: Tensor
@@ -153,6 +157,7 @@ class Slots:
     requests: int
     longest: int
     rings: Rings = field(default_factory=lambda: STATE_RING)
+    drafted: int = 1
 
 
 class Planner(Protocol[StepT]):
@@ -161,8 +166,8 @@ class Planner(Protocol[StepT]):
     def plan(self, request: PassRequest) -> StepT:
         """Plan an eager pass; returns its step."""
 
-    def reserve(self, requests: int) -> None:
-        """Allocate what the captured graphs of up to ``requests`` requests share."""
+    def reserve(self, tokens: int) -> None:
+        """Allocate what the captured graphs of up to ``tokens`` tokens share."""
 
     def capture(self, request: PassRequest) -> StepT:
         """Allocate the step of a graph that is about to be captured; its memory lives as long as the planner."""
@@ -403,6 +408,7 @@ class Context:
         parallel: this rank's share; the whole model unless given.
         policy: what may depend on the number of tokens.
         uniform_experts: routing by scores is simulated (:mod:`.uniform_experts`).
+        draft: what the passes of a draft multiply; ``None`` for the decoder's.
     """
 
     source: WeightSource
@@ -414,6 +420,7 @@ class Context:
     parallel: TensorParallel = field(default_factory=TensorParallel)
     uniform_experts: bool = False
     policy: Policy = field(default_factory=Policy)
+    draft: DraftMatrices | None = None
 
     def tokens(self, count: int) -> Tokens:
         """This rank's share of the tokens of a pass of ``count``."""

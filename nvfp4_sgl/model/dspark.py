@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.checkpoint.names import dspark_specs
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context, Form, SiteNames
 from nvfp4_sgl.model.layer import Block, Walk
 from nvfp4_sgl.ops.drafts import draft_greedily
+from nvfp4_sgl.weights.gemms import DraftMatrices
 from nvfp4_sgl.weights.source import frozen
 
 
@@ -28,9 +31,11 @@ class DsparkDraft(nn.Module):
         super().__init__()
         if context.boundaries.dspark_input is None:
             raise UnsupportedError("DSpark drafts: this target computes none; serve without --speculative-algorithm")
-        self.context, self.dspark = context, dspark
         layers = [context.config.draft_layer(stage) for stage in range(dspark.stages)]
         first, last = layers[0].stem, layers[-1].stem
+        main_proj = dspark_specs(context.config, dspark)[f"{first}.main_proj"]
+        matrices = DraftMatrices(dspark.stages, (main_proj,), block=dspark.block)
+        self.context, self.dspark = replace(context, draft=matrices), dspark
         self.input = context.boundaries.dspark_input(context, first)
         self.stages = nn.ModuleList(Block(context, layer) for layer in layers)
         names = SiteNames(f"{last}.hc_head", f"{last}.norm.weight", 0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.checkpoint.names import mtp_specs
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context, Form, SiteNames
 from nvfp4_sgl.model.layer import Block, Walk
+from nvfp4_sgl.weights.gemms import DraftMatrices
 
 
 class MtpDraft(nn.Module):
@@ -21,7 +25,10 @@ class MtpDraft(nn.Module):
         super().__init__()
         if context.boundaries.mtp_input is None:
             raise UnsupportedError("MTP drafts: this target computes none; serve without --speculative-algorithm")
-        self.context, layer = context, context.config.draft_layer(0)
+        layer = context.config.draft_layer(0)
+        specs = mtp_specs(context.config)
+        e_proj, h_proj = (specs[f"{layer.stem}.{name}"] for name in ("e_proj", "h_proj"))
+        self.context = replace(context, draft=DraftMatrices(1, (e_proj, h_proj), by_stream=(h_proj.name,)))
         self.input = context.boundaries.mtp_input(context, layer.stem)
         self.block = Block(context, layer)
         names = SiteNames(f"{layer.stem}.hc_head", f"{layer.stem}.norm.weight", 0)

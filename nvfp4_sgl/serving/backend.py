@@ -56,6 +56,7 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
             requests=self.req_to_token_pool.size,
             longest=int(runner.model_config.context_len),
             rings=rings(),
+            drafted=max(settings.round_tokens(), 1),
         )
         self.planner = model.choice.boundaries.plan(self.planned_context(model), slots, self.caches)
         self.warm_up(model)

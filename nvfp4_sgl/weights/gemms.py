@@ -81,6 +81,22 @@ class GemmSpec:
 
 
 @dataclass(frozen=True)
+class DraftMatrices:
+    """What the passes of a draft multiply, instead of the decoder's layers.
+
+    Attributes:
+        stages: its blocks. projections: the matrices in front of them.
+        by_stream: names of the projections that read every residual stream of a token.
+        block: tokens that it guesses at once; 0 for one after the other.
+    """
+
+    stages: int
+    projections: tuple[TensorSpec, ...]
+    by_stream: tuple[str, ...] = ()
+    block: int = 0
+
+
+@dataclass(frozen=True)
 class MergeRule:
     """A target's rule for merging matrices that read the same activation into GEMMs.
 

@@ -6,7 +6,7 @@ what it may cost the GPU, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.reader import reader_for
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
+from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.synthetic.tiny import write_tiny
@@ -53,7 +55,7 @@ class Drafting:
     def step(self, starts: Sequence[int], ends: Sequence[int], kind: PassKind = PassKind.EXTEND) -> Any:
         positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         added = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], dtype=torch.int32)
-        each = {"tokens_each": int(added[0])} if kind is PassKind.VERIFY else {"added": added.to(self.device)}
+        each = {"added": added.to(self.device)} if kind is PassKind.EXTEND else {"tokens_each": int(added[0])}
         requests, lengths = torch.arange(len(starts)).to(self.device), torch.tensor(ends).to(self.device)
         request = PassRequest(positions.to(self.device), requests, lengths, kind, longest=max(ends), **each)
         return self.planner.plan(request)
@@ -83,6 +85,24 @@ def mtp(verified: Verified, target: str, mode: ActivationMode, dtype: torch.dtyp
     return found
 
 
+@torch.no_grad()
+def dspark(verified: Verified, target: str, mode: ActivationMode, dtype: torch.dtype) -> list[Tensor]:
+    """Hidden states of two rounds of blocks: behind the prompts, and behind what was accepted of the first."""
+    fields = DsparkConfig.parse(verified.raw, verified.config)
+    rig = Drafting(verified, target, mode, dtype, blocks=fields.stages)
+    draft, found, block = DsparkDraft(rig.context, fields), [], fields.block
+    starts, lengths = [0] * len(PROMPTS), list(PROMPTS)
+    for kind in (PassKind.EXTEND, PassKind.VERIFY):
+        step, tokens = rig.step(starts, lengths, kind), sum(lengths) - sum(starts)
+        captured = [rig.streams(tokens, seed=10 * tokens + layer) for layer in fields.captured_layers]
+        draft.inject(captured, step, rig.caches.layers)
+        ids = torch.full((block * len(lengths),), fields.noise_token).to(rig.device)
+        step = rig.step(lengths, [length + block for length in lengths], PassKind.BLOCK)
+        found.append(draft(rig.streams(len(ids), seed=5), ids, step, rig.caches.layers).float().cpu())
+        starts, lengths = lengths, [length + EACH for length in lengths]
+    return found
+
+
 @pytest.fixture(scope="module", params=native.runs(), ids=str)
 def run(request: pytest.FixtureRequest) -> Iterator[native.Run]:
     with native.gemms(request.param.target):
@@ -103,8 +123,9 @@ def require_as_good_as_the_reference(
         assert error <= BOUND * yardstick, (error, yardstick)
 
 
-def test_mtp(run: native.Run, tmp_path: Path) -> None:
-    verified = tiny(tmp_path, "nvfp4-experts", "mtp")
-    exact = mtp(verified, "cpu", ActivationMode.W4A16, torch.float32)
-    rounded = mtp(verified, "cpu", run.mode, torch.bfloat16)
-    require_as_good_as_the_reference(mtp(verified, run.target, run.mode, torch.bfloat16), rounded, exact)
+@pytest.mark.parametrize(("kind", "drafted"), [("mtp", mtp), ("dspark", dspark)], ids=["mtp", "dspark"])
+def test_drafts(kind: str, drafted: Callable[..., list[Tensor]], run: native.Run, tmp_path: Path) -> None:
+    verified = tiny(tmp_path, "nvfp4-experts", kind)
+    exact = drafted(verified, "cpu", ActivationMode.W4A16, torch.float32)
+    rounded = drafted(verified, "cpu", run.mode, torch.bfloat16)
+    require_as_good_as_the_reference(drafted(verified, run.target, run.mode, torch.bfloat16), rounded, exact)

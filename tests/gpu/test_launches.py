@@ -210,9 +210,20 @@ def test_an_eager_decode_pass_is_laid_out_as_a_captured_one(model: Standalone):
     model.planner.reserve(REQUESTS)
     request = model.begin({0: [7]}).request
     assert request.kind is PassKind.DECODE and request.longest == 1
-    eager, captured = model.planner.plan(request).plan, model.planner.capture(replace(request, longest=None)).plan
-    assert eager.entry_slots.shape == captured.entry_slots.shape
-    assert eager.batch.pages.shape == captured.batch.pages.shape
+    verify = PassRequest(request.positions, request.requests, request.ends, PassKind.VERIFY, longest=1)
+    block = replace(verify, kind=PassKind.BLOCK)
+    for one in (request, verify, block):
+        eager, captured = model.planner.plan(one), model.planner.capture(replace(one, longest=None))
+        assert eager.plan.entry_slots.shape == captured.plan.entry_slots.shape
+        assert eager.plan.batch.pages.shape == captured.plan.batch.pages.shape
+        assert eager.scores.shape == captured.scores.shape
+
+
+def test_graphs_of_more_tokens_than_were_reserved_are_refused(model: Standalone):
+    model.planner.reserve(3)
+    request = PassRequest(torch.arange(4), torch.arange(2), torch.tensor([2, 4]), PassKind.VERIFY, tokens_each=2)
+    with pytest.raises(AssertionError, match="reserve has run for 3 tokens, the pass has 4"):
+        model.planner.capture(request)
 
 
 def test_decode_passes_of_other_numbers_of_tokens_a_request(model: Standalone):

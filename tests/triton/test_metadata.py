@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nvfp4_sgl.cache.plan import Batch, plan_batch
 from nvfp4_sgl.errors import OperandError
-from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
+from nvfp4_sgl.triton_kernels.plan.resolve import BLOCK_COLUMNS, Plan, resolve
 from tests.triton.support.resources import resources
 
 WINDOW = 128
@@ -28,7 +30,7 @@ def sequences(starts: list[int], ends: list[int], *, seed: int = 0) -> Batch:
     return Batch(torch.tensor(starts), torch.tensor(ends), requests, full, full_to_swa)
 
 
-def device_plan(batch: Batch, device: str, *, longest: int, decode: bool) -> Plan:
+def device_plan(batch: Batch, device: str, *, longest: int, decode: bool, is_block: bool = False) -> Plan:
     """``resolve`` on poisoned outputs."""
     counts = batch.ends - batch.starts
     positions = torch.cat([torch.arange(a, b) for a, b in zip(batch.starts, batch.ends, strict=True)])
@@ -36,7 +38,7 @@ def device_plan(batch: Batch, device: str, *, longest: int, decode: bool) -> Pla
     slots[batch.requests, : batch.full_slots.shape[1]] = batch.full_slots.int()
     plan = Plan.allocate(
         positions.to(device), batch.requests.to(device), slots.to(device), batch.full_to_swa.to(device),
-        window=WINDOW, longest=longest, is_decode=decode,
+        window=WINDOW, longest=longest, is_decode=decode, is_block=is_block,
     )  # fmt: skip
     for tensor in (plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths):
         tensor.fill_(-77)
@@ -78,6 +80,29 @@ def test_equals_the_reference(name: str, device: str):
         held = -(-end // 256) if end > start else 0
         assert torch.equal(row[:held].long(), full[::256][:held])
         assert bool((row[held:] == -77).all()), "written beyond a request's pages, or of one that adds nothing"
+
+
+BLOCKS = {
+    "equal": ([0, 3, 124, 125, 128, 253, 300], [5, 8, 129, 130, 133, 258, 305]),
+    "of one token": ([0, 127, 500], [1, 128, 501]),
+    "as many as there may be": ([40, 250], [40 + BLOCK_COLUMNS, 250 + BLOCK_COLUMNS]),
+    "ragged": ([7, 256, 0], [16, 258, 1]),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_equal_the_reference(name: str, device: str):
+    """Every token of a block sees the window in front of it and all of the block."""
+    starts, ends = BLOCKS[name]
+    batch = sequences(starts, ends)
+    found = device_plan(batch, device, longest=1024, decode=False, is_block=True)
+    expected = plan_batch(batch, window=WINDOW, ratios=frozenset(), is_block=True)
+    seen = expected.swa_slots.shape[1]
+    assert found.is_block and found.batch.bounds.tolist() == expected.bounds
+    assert torch.equal(found.window_write.cpu().long(), expected.swa_write_slots)
+    assert torch.equal(found.window_slots[:, :seen].cpu().long(), expected.swa_slots)
+    assert bool((found.window_slots[:, seen:] == -1).all())
+    assert torch.equal(found.window_lengths.cpu().long(), (expected.swa_slots >= 0).sum(1))
 
 
 def test_every_page_and_entry_of_a_long_request(device: str):
@@ -136,6 +161,9 @@ def test_refusals(device: str):
     with pytest.raises(OperandError, match="slots: expected dtype"):
         wrong = Plan.allocate(zeros, zeros[:2], slots.long(), zeros, window=WINDOW, longest=512, is_decode=False)
         resolve(wrong, zeros[:2], zeros[:2])
+    with pytest.raises(OperandError, match="window_slots' columns: expected one of .128, 144., found 64"):
+        narrow = replace(plan.batch, window_slots=plan.window_slots[:, :64].contiguous())
+        resolve(replace(plan, batch=narrow), zeros[:2], zeros[:2])
 
 
 def launches() -> None:
@@ -145,6 +173,9 @@ def launches() -> None:
     )
     resolve(plan, zeros)
     resolve(plan, zeros, zeros)
+    tables = torch.zeros(16, 1024, dtype=torch.int32), zeros
+    block = Plan.allocate(zeros, zeros, *tables, window=WINDOW, longest=1024, is_decode=False, is_block=True)
+    resolve(block, zeros, zeros)
 
 
 @pytest.mark.parametrize("architecture", [90, 100])

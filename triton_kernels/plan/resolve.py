@@ -25,6 +25,7 @@ from nvfp4_sgl.formats.checks import (
     require_contiguous,
     require_dimensions,
     require_dtype,
+    require_one_of,
     require_power_of_two,
     require_range,
     require_rows,
@@ -36,6 +37,9 @@ from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from .batch import PAGE_TOKENS, Batch
 
+BLOCK_COLUMNS = 16
+"""Columns of ``window_slots`` for the tokens of a draft's block, beside those of the window in front of it: the most
+that a block may have, and a multiple of 16, as strides are (:meth:`Plan.allocate`)."""
 MAX_REQUESTS = 4096
 """Most requests of a pass: one program computes the prefix sum over all."""
 BLOCK = 1024
@@ -78,6 +82,7 @@ def _resolve(
     count,
     entry_columns,
     WINDOW: tl.constexpr,
+    AHEAD: tl.constexpr,
     RATIO: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -85,6 +90,7 @@ def _resolve(
 ):
     """Resolve the window slots and ratio-RATIO entry slots of one token, and find the request that owns it.
 
+    With AHEAD more columns each token sees all new tokens of its request, the last first, then the window before them.
     The program of a request's first token copies the request's pages.
     """
     after_previous()
@@ -94,14 +100,27 @@ def _resolve(
     owner = tl.sum((ends <= token).to(tl.int32), axis=0)
     position = tl.load(positions + token)
     row = slots + tl.load(requests + owner) * slots_row
-    back = tl.arange(0, WINDOW)
-    seen = position - back >= 0
-    full = tl.load(row + position - back, mask=seen, other=0)
-    swa = tl.load(full_to_swa + full, mask=seen, other=-1).to(tl.int32)
-    tl.store(owners + token, owner)
-    tl.store(window_slots + token * WINDOW + back, swa)
-    tl.store(window_write + token, tl.sum(tl.where(back == 0, swa, 0), axis=0))
-    tl.store(window_lengths + token, tl.minimum(position + 1, WINDOW).to(tl.int32))
+    if AHEAD == 0:
+        back = tl.arange(0, WINDOW)
+        seen = position - back >= 0
+        full = tl.load(row + position - back, mask=seen, other=0)
+        swa = tl.load(full_to_swa + full, mask=seen, other=-1).to(tl.int32)
+        tl.store(owners + token, owner)
+        tl.store(window_slots + token * WINDOW + back, swa)
+        tl.store(window_write + token, tl.sum(tl.where(back == 0, swa, 0), axis=0))
+        tl.store(window_lengths + token, tl.minimum(position + 1, WINDOW).to(tl.int32))
+    else:
+        begin = tl.load(starts + owner)
+        added = tl.load(bounds + owner + 1) - tl.load(bounds + owner)
+        back = tl.arange(0, 2 * WINDOW)
+        place = begin + added - 1 - back
+        seen = (place >= 0) & (place >= begin - WINDOW)
+        full = tl.load(row + place, mask=seen, other=0)
+        swa = tl.load(full_to_swa + full, mask=seen, other=-1).to(tl.int32)
+        tl.store(owners + token, owner)
+        tl.store(window_slots + token * (WINDOW + AHEAD) + back, swa, mask=back < WINDOW + AHEAD)
+        tl.store(window_write + token, tl.load(full_to_swa + tl.load(row + position)).to(tl.int32))
+        tl.store(window_lengths + token, tl.minimum(tl.minimum(begin, WINDOW) + added, WINDOW + AHEAD))
     entries = tl.minimum((position + 1) // RATIO, entry_columns).to(tl.int32)
     tl.store(entry_lengths + token, entries)
     for begin in range(0, entries, BLOCK):
@@ -132,10 +151,11 @@ class Plan:
             this pass included; the scheduler changes it.
         full_to_swa: int64 [full slots], the window slot of each full slot; the scheduler changes it.
         window_write: int32 [T], the window slot of each token.
-        window_lengths: int32 [T], ``min(position + 1, window)``.
+        window_lengths: int32 [T], ``min(position + 1, window)``; in a block ``min(starts, window)`` and its tokens.
         entry_slots: int32 [T, columns], the slots of the ratio-128 entries that each query sees, in order; those beyond
             ``entry_lengths`` are not written.
         entry_lengths: int32 [T], ``(position + 1) // 128``, at most the columns.
+        window: tokens of a window.
     """
 
     batch: Batch
@@ -145,11 +165,20 @@ class Plan:
     window_lengths: Tensor
     entry_slots: Tensor
     entry_lengths: Tensor
+    window: int
 
     @property
     def window_slots(self) -> Tensor:
-        """Int32 [T, window], the slots of each query's window, newest first, −1 before the first position."""
+        """Int32 [T, window], the slots of each query's window, newest first, −1 before the first position.
+
+        In a block [T, window + BLOCK_COLUMNS]: the slots of its tokens and of the window in front of them.
+        """
         return self.batch.window_slots
+
+    @property
+    def is_block(self) -> bool:
+        """Whether the pass is a draft's block."""
+        return self.window_slots.shape[1] > self.window
 
     @classmethod
     def allocate(
@@ -162,6 +191,7 @@ class Plan:
         window: int,
         longest: int,
         is_decode: bool,
+        is_block: bool = False,
     ) -> Plan:
         """Room for the plan of a pass, which refers to the given tensors; contents undefined.
 
@@ -172,6 +202,8 @@ class Plan:
             window: tokens of a window, a power of two.
             longest: tokens of the longest sequence that may come.
             is_decode: whether each request adds one token.
+            is_block: whether each token sees all that its request adds, up to :data:`BLOCK_COLUMNS`, and the window in
+                front of them. The pass compresses nothing.
         """
         tokens, count = positions.shape[0], requests.shape[0]
 
@@ -187,10 +219,10 @@ class Plan:
             new(count + 1),
             requests,
             new(count, pages),
-            new(tokens, window),
+            new(tokens, window + BLOCK_COLUMNS if is_block else window),
             is_decode,
         )
-        return cls(batch, slots, full_to_swa, new(tokens), new(tokens), new(tokens, entries), new(tokens))
+        return cls(batch, slots, full_to_swa, new(tokens), new(tokens), new(tokens, entries), new(tokens), window)
 
 
 def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> None:
@@ -212,7 +244,7 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
     _check(plan, seq_lens, new_tokens)
     batch = plan.batch
     tokens, count = batch.tokens, batch.requests.shape[0]
-    window, columns = plan.window_slots.shape[1], plan.entry_slots.shape[1]
+    window, columns = plan.window, plan.entry_slots.shape[1]
     if not tokens:
         return
     block = next_power_of_2(count)
@@ -225,7 +257,8 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
         batch.positions, batch.starts, batch.bounds, batch.requests, plan.slots, plan.slots.stride(0), plan.full_to_swa,
         batch.owners, batch.pages, batch.pages.stride(0), batch.pages.shape[1],
         plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths,
-        count, columns, WINDOW=window, RATIO=128, PAGE=PAGE_TOKENS, BLOCK_B=block, BLOCK=BLOCK,
+        count, columns, WINDOW=window, AHEAD=plan.window_slots.shape[1] - window, RATIO=128, PAGE=PAGE_TOKENS,
+        BLOCK_B=block, BLOCK=BLOCK,
         num_warps=4,
         **OVERLAPPED,
     )  # fmt: skip
@@ -242,9 +275,10 @@ def _check(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None) -> None:
     require_dtype(f"{op}: full_to_swa", plan.full_to_swa, torch.int64)
     require_contiguous(f"{op}: full_to_swa", plan.full_to_swa)
     tokens, count = batch.tokens, batch.requests.shape[0]
-    window = plan.window_slots.shape[1]
     require_range(f"{op}: requests", count, 0, MAX_REQUESTS)
-    require_power_of_two(f"{op}: window_slots", "window", window)
+    require_power_of_two(f"{op}: window", "window", plan.window)
+    widths = plan.window, plan.window + BLOCK_COLUMNS
+    require_one_of(f"{op}: window_slots' columns", plan.window_slots.shape[1], widths)
     for name, tensor in {"seq_lens": seq_lens, "new_tokens": new_tokens}.items():
         if tensor is not None:
             require_shape(f"{op}: {name}", tensor, (count,), "[requests]")

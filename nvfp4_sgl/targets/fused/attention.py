@@ -211,7 +211,7 @@ class FusedAttentionCore(nn.Module):
             planned_queries=step.planned[Choice.ATTENTION],
             out=out,
             out_rows=rows,
-            owners=None if plan.batch.is_decode or chooses else plan.batch.owners,
+            owners=None if plan.batch.is_decode or plan.is_block or chooses else plan.batch.owners,
             expected_extra=HCA_ENTRIES if self._kind is LayerKind.HCA and plan.batch.is_decode else None,
         )
         values = None if out is None else out.view(tokens, self._groups, width)

@@ -15,14 +15,17 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
 from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
-from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.library import Library
 from nvfp4_sgl.cutedsl_kernels.plan import Pin
 from nvfp4_sgl.cutedsl_kernels.warm_up import keys_for
 from nvfp4_sgl.cutedsl_kernels.warm_up import warm_up as warm_up_gemms
 from nvfp4_sgl.model.contract import Context, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.model.dspark import DsparkDraft
+from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.targets.fused.compile_ahead import adopt_given, compile_missing, folder_of, given_folder
+from nvfp4_sgl.targets.fused.drafts import MAX_PART
 from nvfp4_sgl.targets.fused.gemm_backend import Backends
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
@@ -89,10 +92,10 @@ class GemmPlanner(FusedPlanner):
         def tile(count: int) -> Hashable:
             return backends.token_tile(count), padded_tokens(count)
 
-        return warm_up_passes(self.slots, tokens, self.context.parallel, kind, tile)
+        return warm_up_passes(self.slots, tokens, self.context.parallel, kind, tile, self.block)
 
     @torch.no_grad()
-    def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
+    def warm_up(self, decoder: Decoder | MtpDraft | DsparkDraft, table: Tensor, tokens: int) -> None:
         """Compile what is missing; run every GEMM, then every pass; then refuse to compile."""
         device, runner = self.context.device, launcher.current()
         if isinstance(runner, launcher.CudaLauncher):
@@ -102,7 +105,8 @@ class GemmPlanner(FusedPlanner):
             folder = folder_of(keys, given)
             major, minor = torch.cuda.get_device_capability(device)
             compile_missing(keys, self.triton_variants(decoder, table, tokens), folder, 10 * major + minor)
-            runner.kernels = KernelCache(Library(folder) if keys else None)
+            if keys:
+                runner.kernels.add(Library(folder))
         else:
             keys = self.gemms(tokens)
         warm_up_gemms(keys, device)
@@ -118,23 +122,42 @@ class GemmPlanner(FusedPlanner):
     def gemms(self, tokens: int) -> Sequence[KernelKey]:
         """The GEMMs that passes of up to ``tokens`` tokens need."""
         context, runner = self.context, launcher.current()
-        return keys_for(
-            self.gemm_specs(),
-            max(tokens, self.slots.requests),
-            context.config.swiglu_limit,
-            runner.architecture(context.device),
-            runner.clusters(context.device),
-            programmatic_launch=runner.programmatic_launch,
-            pin=runner.pin,
-        )
+        largest = max(tokens, self.slots.requests * self.slots.drafted)
+
+        def keys(gemms: Sequence[GemmSpec], rows: int) -> list[KernelKey]:
+            return keys_for(
+                gemms,
+                rows,
+                context.config.swiglu_limit,
+                runner.architecture(context.device),
+                runner.clusters(context.device),
+                programmatic_launch=runner.programmatic_launch,
+                pin=runner.pin,
+            )
+
+        specs = self.gemm_specs()
+        found = keys(specs, largest)
+        if context.draft is not None:
+            # A token's streams are rows of these GEMMs, of a part of a pass at a time.
+            by_stream = {*context.draft.by_stream}
+            several = [spec for spec in specs if by_stream & {shard.stem for shard in spec.shards}]
+            found += keys(several, context.config.hc_mult * min(largest, MAX_PART))
+        return sorted(set(found), key=lambda key: key.name)
 
     def gemm_specs(self) -> Sequence[GemmSpec]:
-        """The GEMMs of the model's layers on this rank, by the storages of its matrices."""
+        """The GEMMs of the layers that passes run, on this rank, by the storages of the matrices."""
         context, target = self.context, self.backends.target
-        found = dict.fromkeys(target.gemms(context.config, context.parallel, context.source.storage))
+        owner, storage, draft = context.parallel, context.source.storage, context.draft
+        if draft is None:
+            specs = target.gemms(context.config, owner, storage)
+        else:
+            specs = target.draft_gemms(context.config, draft.projections, draft.stages, owner, storage)
+        found = dict.fromkeys(specs)
         return [_with_fp32_sums(gemm) for gemm in found] if target.fp32_sums else list(found)
 
-    def triton_variants(self, decoder: Decoder, table: Tensor, tokens: int) -> Sequence[ahead.Variant]:
+    def triton_variants(
+        self, decoder: Decoder | MtpDraft | DsparkDraft, table: Tensor, tokens: int
+    ) -> Sequence[ahead.Variant]:
         """The Triton kernels of the warm-up, recorded by passes that launch none."""
         device, runner = self.context.device, launcher.current()
         dry = DryLauncher(runner.architecture(device), runner.clusters(device), runner.programmatic_launch, runner.pin)

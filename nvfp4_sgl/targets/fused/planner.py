@@ -8,19 +8,22 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.cache.layer import LayerCache
-from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
+from nvfp4_sgl.model.contract import Context, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.model.dspark import DsparkDraft
+from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.targets.fused.attention import packed
 from nvfp4_sgl.targets.fused.step import Scratch, Step, device_frequencies
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
+from nvfp4_sgl.triton_kernels.hyper_connection.streams import expand_streams
 
 
 class FusedPlanner:
     """Prepares a :class:`Step` for every pass.
 
     A captured graph reads lengths, positions and request slots from its caller's tensors and resolves slots in its
-    first kernels. Eager decode uses sizes of the same maxima, so that both give the same bits.
+    first kernels. Eager passes whose sizes follow from the number of tokens use the same maxima, so that both give the
+    same bits.
     """
 
     def __init__(self, context: Context, slots: Slots, caches: Sequence[LayerCache]):
@@ -35,8 +38,6 @@ class FusedPlanner:
 
     def allocate(self, request: PassRequest, *, scores: Tensor | None = None) -> Step:
         """Room for a pass, not filled; ``scores`` as in :meth:`Step.allocate`."""
-        if request.kind is PassKind.BLOCK:
-            raise UnsupportedError("a pass of a draft's block: expected none on a GPU, whose kernels mask causally")
         longest = self.slots.longest
         if not request.kind.is_by_size and request.longest is not None:
             longest = request.longest
@@ -60,9 +61,9 @@ class FusedPlanner:
         self.fill(step, request)
         return step
 
-    def reserve(self, requests: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """Allocate index scores for the largest graph; graphs run one at a time and share them."""
-        self._scores = Step.new_scores(self.context.config, requests, self.slots.longest, self.context.device)
+        self._scores = Step.new_scores(self.context.config, tokens, self.slots.longest, self.context.device)
 
     def capture(self, request: PassRequest) -> Step:
         """Room for a pass that is about to be captured; :meth:`fill` is part of the graph.
@@ -71,6 +72,8 @@ class FusedPlanner:
         Freed, it would be others' memory, or after ``torch.cuda.empty_cache`` nobody's, when the graph is replayed.
         """
         assert self._scores is not None, "reserve has not run"
+        tokens, reserved = request.positions.shape[0], self._scores.shape[0]
+        assert tokens <= reserved, f"reserve has run for {reserved} tokens, the pass has {tokens}"
         step = self.allocate(request, scores=self._scores)
         self._captured.append(step)
         self._tokens_added(request)
@@ -92,16 +95,38 @@ class FusedPlanner:
             self._added[key] = torch.full((key[0],), key[1], dtype=torch.int32, device=self.context.device)
         return self._added[key]
 
+    @property
+    def block(self) -> int:
+        """Tokens of a block that the passes' draft guesses at once; 0 if it guesses none so."""
+        draft = self.context.draft
+        return 0 if draft is None else draft.block
+
     def warm_up_passes(self, tokens: int) -> Iterator[PassRequest]:
         """Passes that compile every kernel variant that passes of up to ``tokens`` tokens can need."""
-        return warm_up_passes(self.slots, tokens, self.context.parallel)
+        return warm_up_passes(self.slots, tokens, self.context.parallel, block=self.block)
 
     @torch.no_grad()
-    def warm_up(self, decoder: Decoder, table: Tensor, tokens: int) -> None:
-        """Run a layer of each kind on every pass of :meth:`warm_up_passes`."""
-        layers = decoder.distinct_layers()
+    def warm_up(self, decoder: Decoder | MtpDraft | DsparkDraft, table: Tensor, tokens: int) -> None:
+        """Run a layer of each kind, or a draft, on every pass of :meth:`warm_up_passes`."""
         for request in self.warm_up_passes(tokens):
             step, ids = self.plan(request), torch.zeros_like(request.positions)
+            embedded = table[:1].expand(len(ids), -1).contiguous()
+            if isinstance(decoder, MtpDraft | DsparkDraft):
+                self.draft(decoder, embedded, step)
+                continue
             # Ranks of a split vocabulary start from embeddings rather than ids.
-            decoder.expand(table[:1].expand(len(ids), -1).contiguous())
-            decoder(decoder.embed(ids, table), ids, step, self.caches, only=layers)
+            decoder.expand(embedded)
+            decoder(decoder.embed(ids, table), ids, step, self.caches, only=decoder.distinct_layers())
+
+    def draft(self, draft: MtpDraft | DsparkDraft, embedded: Tensor, step: Step) -> None:
+        """What a server has ``draft`` do in a pass, with any values."""
+        streams, ids = (
+            expand_streams(embedded, self.context.config.hc_mult),
+            torch.zeros_like(step.plan.batch.positions),
+        )
+        if isinstance(draft, MtpDraft):
+            draft(embedded, streams, ids, step, self.caches[0])
+        elif step.plan.is_block:
+            draft(streams, ids, step, self.caches)
+        else:
+            draft.inject([streams] * len(draft.dspark.captured_layers), step, self.caches)

@@ -164,6 +164,7 @@ class Step:
             window=config.sliding_window,
             longest=longest,
             is_decode=kind is PassKind.DECODE,
+            is_block=kind is PassKind.BLOCK,
         )
         rows = tokens if kind.is_by_size else min(tokens, _scores_at_once(longest))
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import torch
 
@@ -51,8 +52,26 @@ def divided_sizes(limit: int, parallel: TensorParallel) -> set[int]:
     return {size for size in found if parallel.sequence.least_tokens <= size <= limit}
 
 
+def sizes_of_several(requests: int, each: int, kind: Kind) -> list[int]:
+    """Numbers of requests, up to ``requests``, that between them need every kernel variant where each adds ``each``.
+
+    The largest of each range of powers of two of either number, for 1, multiples of 16 and others, and of each kind.
+    """
+
+    def variant(size: int) -> Hashable:
+        tokens = size * each
+        return size == 1, (size - 1).bit_length(), (tokens - 1).bit_length(), tokens % 16 == 0, kind(tokens)
+
+    return last_of_each(requests, variant)
+
+
 def warm_up_passes(
-    slots: Slots, tokens: int, parallel: TensorParallel, kind: Kind = _same_for_all, tile: Kind = _same_for_all
+    slots: Slots,
+    tokens: int,
+    parallel: TensorParallel,
+    kind: Kind = _same_for_all,
+    tile: Kind = _same_for_all,
+    block: int = 0,
 ) -> Iterator[PassRequest]:
     """Passes of every size on request slot 0 and page 0, which SGLang keeps for padding, in the dtypes of its batches.
 
@@ -62,18 +81,17 @@ def warm_up_passes(
         parallel: this rank's share; if it divides long passes, the last rank's part has each of the sizes in turn.
         kind: what kernels are compiled for by the number of tokens.
         tile: the part of ``kind`` for kernels that are also compiled for the number of requests.
+        block: tokens of a draft's block; 0 if there are none.
     """
     device, whole = slots.table.device, min(slots.longest, slots.table.shape[1])
 
-    def request(added: list[int], *, decode: bool = False, end: int = whole) -> PassRequest:
+    def request(added: list[int], pass_kind: PassKind = PassKind.EXTEND, *, end: int = whole) -> PassRequest:
         """A pass of requests with so many new tokens each that end at ``end``: windows close and entries are scored."""
         positions = torch.cat([torch.arange(end - count, end, device=device) for count in added])
         new_tokens = torch.tensor(added, dtype=torch.int32, device=device)
         lengths = torch.full_like(new_tokens, end, dtype=torch.int64)
-        kind = PassKind.DECODE if decode else PassKind.EXTEND
-        return PassRequest(
-            positions, torch.zeros_like(lengths), lengths, kind, None if decode else new_tokens, longest=end
-        )
+        each: dict[str, Any] = {"tokens_each": added[0]} if pass_kind.is_by_size else {"added": new_tokens}
+        return PassRequest(positions, torch.zeros_like(lengths), lengths, pass_kind, longest=end, **each)
 
     def shared(size: int, total: int) -> list[int]:
         """New tokens of ``size`` requests, ``total`` in all: of the first as many as one can have, and so on."""
@@ -91,7 +109,7 @@ def warm_up_passes(
     for length in sizes(whole):
         yield request([min(length, 16)], end=length)  # the indexer's variants depend on the longest sequence
     for size in sizes(slots.requests, kind):
-        yield request([1] * size, decode=True)
+        yield request([1] * size, PassKind.DECODE)
         yield request([1] * size)
         sixteens = -(-(size + 1) // 16) * 16
         totals = {sixteens, sixteens + 1, TWO_LAUNCH_MIN_TOKENS, TWO_LAUNCH_MIN_TOKENS + 1}
@@ -102,4 +120,8 @@ def warm_up_passes(
                 yield request(shared(size, total))
     for size in sorted(divided_sizes(slots.requests, parallel)):
         if size > largest:  # decode alone has so many tokens
-            yield request([1] * size, decode=True)
+            yield request([1] * size, PassKind.DECODE)
+    each_of = ((PassKind.VERIFY, slots.drafted if slots.drafted > 1 else 0), (PassKind.BLOCK, block))
+    for pass_kind, each in each_of:
+        for size in sizes_of_several(slots.requests, each, kind) if each else ():
+            yield request([each] * size, pass_kind)

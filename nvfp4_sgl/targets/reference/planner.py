@@ -33,7 +33,7 @@ class ReferencePlanner:
             rings=self._slots.rings,
         )
 
-    def reserve(self, requests: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """Nothing to allocate: this target is eager."""
 
     def capture(self, request: PassRequest) -> BatchPlan:

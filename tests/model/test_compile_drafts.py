@@ -1,0 +1,187 @@
+"""Kernels of runs that draft are compiled ahead: those of passes that verify, and those of the draft itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from nvfp4_sgl.build import Serving, needed_by_draft
+from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING, Rings
+from nvfp4_sgl.cache.local import LocalCaches
+from nvfp4_sgl.checkpoint.drafts import DraftKind, draft_kind
+from nvfp4_sgl.checkpoint.reader import CheckpointReader
+from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey
+from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
+from nvfp4_sgl.draft_config import DsparkConfig
+from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
+from nvfp4_sgl.model.dspark import DsparkDraft
+from nvfp4_sgl.model.mtp import MtpDraft
+from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
+from nvfp4_sgl.targets.target import descriptor
+from nvfp4_sgl.triton_kernels import ahead
+from nvfp4_sgl.weights.parallel import TensorParallel
+from tests.model.test_compile_ahead import CAPACITY, REQUESTS, NotingLauncher, OnTheCpu
+
+EACH = 4
+"""Rows of a request in a pass that verifies."""
+LENGTHS = (1, 4, 130, 511)
+CHUNK = 9
+"""Tokens of the largest prefill pass: fewer than passes that verify have."""
+TARGETS = ("sm_90a", "sm_100a")
+
+
+@pytest.fixture(scope="module", params=["mtp", "dspark"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("tiny")
+    write_tiny(path, "nvfp4-experts", seed=3, num_hidden_layers=3, draft=request.param)
+    return path
+
+
+def slots_of(swa: torch.Tensor, drafted: int = EACH, rings: Rings = DRAFTED_STATE_RING) -> Slots:
+    table = torch.zeros(REQUESTS + 1, CAPACITY + 4, dtype=torch.int32)
+    return Slots(table, swa, REQUESTS, CAPACITY, rings, drafted)
+
+
+def passes(each: int, kind: PassKind) -> Sequence[PassRequest]:
+    """Of any number of requests, behind sequences of some lengths."""
+    found = []
+    for requests in range(1, REQUESTS + 1):
+        for length in LENGTHS:
+            positions = torch.arange(length, length + each).repeat(requests)
+            ends = torch.full((requests,), length + each)
+            found.append(PassRequest(positions, torch.zeros_like(ends), ends, kind, tokens_each=each))
+    return found
+
+
+@pytest.mark.parametrize("checkpoint", ["mtp"], indirect=True)
+@pytest.mark.parametrize("target", TARGETS)
+def test_passes_that_verify(checkpoint: Path, target: str) -> None:
+    """They have more tokens than any prompt's pass, and launch nothing that was not warmed up."""
+    cpu = OnTheCpu(checkpoint, target)
+    model, context = cpu.model, cpu.model.decoder.context
+    planner: Any = context.boundaries.plan(context, slots_of(model.caches.full_to_swa), model.caches.layers)
+    warm = cpu.variants(lambda: planner.warm_up(model.decoder, model.table, CHUNK))
+
+    def work() -> None:
+        for request in passes(EACH, PassKind.VERIFY):
+            ids = torch.zeros_like(request.positions)
+            model.decoder(model.decoder.embed(ids, model.table), ids, planner.plan(request), model.caches.layers)
+
+    cpu.launcher.gemms.clear()
+    missed = cpu.variants(work) - warm
+    assert not missed, [f"{variant.name}: {variant.specialization}" for variant in missed][:3]
+    with launcher.use(cpu.launcher):
+        assert cpu.launcher.gemms and cpu.launcher.gemms <= set(planner.gemms(CHUNK))
+
+
+class Drafting:
+    """A draft on a GPU target whose launches are noted, on real tensors."""
+
+    def __init__(self, checkpoint: Path, target: str):
+        verified = verify(checkpoint)
+        self.launcher = NotingLauncher(target, descriptor(target).gpu().clusters)
+        self._gpu, read = descriptor(target).gpu(), CheckpointReader.read
+        # Aligned, as on a GPU: what is read lies in the file as it comes.
+        with mock.patch.object(CheckpointReader, "read", lambda *given, **more: read(*given, **more).clone()):
+            reader = verified.draft_reader()
+            context = Context(reader, verified.config, descriptor(target).boundaries(), dtype=torch.bfloat16)
+            self.fields: DsparkConfig | None = None
+            self.draft: MtpDraft | DsparkDraft
+            if draft_kind(verified.inventory) is DraftKind.MTP:
+                self.draft, blocks = MtpDraft(context), 1
+            else:
+                self.fields = DsparkConfig.parse(verified.raw, verified.config)
+                self.draft, blocks = DsparkDraft(context, self.fields), self.fields.stages
+        config = replace(verified.config, num_hidden_layers=blocks, layer_kinds=(LayerKind.SWA,) * blocks)
+        caches = LocalCaches(config, packed=True, dtype=torch.bfloat16)
+        context = replace(self.draft.context, config=config)
+        self.planner: Any = context.boundaries.plan(context, slots_of(caches.full_to_swa), caches.layers)
+        self.table = torch.zeros(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
+
+    def variants(self, work: Callable[[], object]) -> set[ahead.Variant]:
+        """What ``work`` launches."""
+        targeting = ahead.targeting(self._gpu.capability, self._gpu.processors)
+        with targeting, launcher.use(self.launcher), ahead.recording() as found:
+            work()
+        return set(found)
+
+    def warm_up(self) -> set[ahead.Variant]:
+        return self.variants(lambda: self.planner.warm_up(self.draft, self.table, CHUNK))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@torch.no_grad()
+def test_passes_of_a_draft(checkpoint: Path, target: str) -> None:
+    """They launch nothing that was not warmed up: GEMMs of the draft's own matrices, and Triton kernels."""
+    drafting = Drafting(checkpoint, target)
+    warm, fields = drafting.warm_up(), drafting.fields
+    drafting.launcher.gemms.clear()
+
+    def work() -> None:
+        last = (1, PassKind.DECODE) if fields is None else (fields.block, PassKind.BLOCK)
+        for each, kind in ((EACH, PassKind.VERIFY), last):
+            for request in passes(each, kind):
+                step = drafting.planner.plan(request)
+                drafting.planner.draft(drafting.draft, drafting.table[: len(request.positions)], step)
+
+    found = drafting.variants(work)
+    missed = found - warm
+    assert found and not missed, [f"{variant.name}: {variant.specialization}" for variant in missed][:3]
+    with launcher.use(drafting.launcher):
+        assert drafting.launcher.gemms and drafting.launcher.gemms <= set(drafting.planner.gemms(CHUNK))
+    stems = {shard.stem for gemm in drafting.planner.gemm_specs() for shard in gemm.shards}
+    assert all(stem.startswith("mtp.") for stem in stems)
+    assert stems >= ({"mtp.0.main_proj"} if fields else {"mtp.0.e_proj", "mtp.0.h_proj"})
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_draft_without_storage_needs_the_same_kernels(checkpoint: Path, target: str) -> None:
+    verified, gpu = verify(checkpoint), descriptor(target).gpu()
+    drafting = Drafting(checkpoint, target)
+    gemms, variants = needed_by_draft(verified, target, Serving(1, CAPACITY, REQUESTS, CHUNK, drafted=EACH), gpu)
+    assert set(variants) == drafting.warm_up()
+    with launcher.use(drafting.launcher):
+        assert list(gemms) == list(drafting.planner.gemms(CHUNK))
+
+
+def test_a_run_without_drafts_compiles_nothing_for_them() -> None:
+    """Rings and passes are what they were."""
+    slots = replace(slots_of(torch.zeros(1, dtype=torch.int64), drafted=1), rings=STATE_RING)
+    kinds = {one.kind for one in warm_up_passes(slots, CAPACITY, TensorParallel())}
+    assert kinds == {PassKind.EXTEND, PassKind.DECODE}
+    drafted = [*warm_up_passes(replace(slots, drafted=EACH), CAPACITY, TensorParallel(), block=3)]
+    for kind, each in ((PassKind.VERIFY, EACH), (PassKind.BLOCK, 3)):
+        found = [one for one in drafted if one.kind is kind]
+        assert {one.tokens_each for one in found} == {each}
+        assert max(len(one.requests) for one in found) == REQUESTS
+
+
+def test_a_draft_has_its_kernels_beside_those_of_its_target() -> None:
+    """The target's are ready and nothing more may be compiled when the draft's library comes."""
+    target, draft, other = (KernelKey("sm_90a", KernelShape(tile)) for tile in (8, 16, 32))
+
+    class Holds:
+        def __init__(self, key: KernelKey):
+            self.key = key
+
+        def kernel(self, key: KernelKey) -> Any:
+            return key.name if key == self.key else None
+
+    kernels = KernelCache(Holds(target))
+    kernels.freeze()
+    kernels.add(Holds(draft))
+    kernels.freeze()
+    assert [kernels.get(key) for key in (target, draft)] == [target.name, draft.name]
+    with pytest.raises(LibraryError, match="compiling is switched off"):
+        kernels.get(other)
