@@ -170,11 +170,6 @@ DRAFT_ARCHITECTURE = "DeepseekV4ForCausalLMNextN"
 """What SGLang calls the MTP draft of a checkpoint of :data:`ARCHITECTURE`."""
 
 
-def names_architecture(value: object) -> bool:
-    """Whether ``architectures`` of a config.json, whatever it is, names ours."""
-    return isinstance(value, list) and ARCHITECTURE in value
-
-
 def require_checkpoint(path: str | Path) -> Path:
     """``path/config.json``, which must be a file; it is not read.
 

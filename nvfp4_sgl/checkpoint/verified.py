@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nvfp4_sgl.architectures import read_config
 from nvfp4_sgl.checkpoint.drafts import Draft, verify_draft
 from nvfp4_sgl.checkpoint.inventory import INDEX, Inventory
 from nvfp4_sgl.checkpoint.quantization import check_manifest, check_quantization_config
@@ -40,9 +41,7 @@ class Verified:
         Args:
             say: takes lines that say how far reading is.
         """
-        from nvfp4_sgl.checkpoint.reader import reader_for
-
-        return reader_for(self.inventory, device, say)
+        return self._opened(self.inventory, device, say)
 
     def draft(self) -> Draft | None:
         """The draft that is bundled, ``None`` if there is none.
@@ -54,9 +53,18 @@ class Verified:
 
     def draft_reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
         """The reader of the tensors of :meth:`draft`, as of :meth:`reader`."""
+        return self._opened(self.inventory, device, of_draft=True)
+
+    def _opened(
+        self,
+        inventory: Inventory,
+        device: torch.device | str,
+        say: Callable[[str], None] | None = None,
+        of_draft: bool = False,
+    ) -> CheckpointReader:
         from nvfp4_sgl.checkpoint.reader import reader_for
 
-        return reader_for(self.inventory, device, of_draft=True)
+        return reader_for(inventory, device, say, of_draft=of_draft)
 
     def describe(self) -> str:
         """The source of the weights, in words."""
@@ -71,7 +79,7 @@ def verify(directory: str | Path) -> Verified:
         CheckpointError: a file or tensor is missing, superfluous, damaged, or of a wrong shape or dtype.
     """
     raw = read_config_json(directory)
-    config = ModelConfig.from_dict(raw, source=str(Path(directory) / "config.json"))
+    config = read_config(raw, source=str(Path(directory) / "config.json"))
     inventory = Inventory.open(directory)
     summary = inventory.verify(config)
     check_quantization_config(raw, summary)

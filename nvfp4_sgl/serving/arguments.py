@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from nvfp4_sgl.architectures import architectures, is_served
 from nvfp4_sgl.checkpoint import overrides as config_overrides
 from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.verified import Verified, verify
-from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, names_architecture, read_config_json
+from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, read_config_json
 from nvfp4_sgl.convert.at_load import classes_of, converted_at_load
 from nvfp4_sgl.convert.options import Options
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
@@ -87,7 +88,7 @@ def is_our_checkpoint(path: str | Path | None) -> bool:
     if path is None or not (Path(path) / "config.json").is_file():
         return False
     try:
-        return names_architecture(read_config_json(path).get("architectures"))
+        return is_served(read_config_json(path).get("architectures"))
     except ConfigError:
         return False  # SGLang reports what it cannot parse
 
@@ -359,4 +360,5 @@ def register() -> None:
         preflight(server_args)
         previous(server_args)
 
-    find("register_model_override")(ARCHITECTURE)(defaults)
+    for architecture in architectures():
+        find("register_model_override")(architecture.name)(defaults)

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from nvfp4_sgl.architectures import is_served
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
-from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE, LayerKind
+from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.memory.forecast import small_window
 from nvfp4_sgl.memory.pools import largest_chunk
@@ -57,8 +58,7 @@ def _configurator_row_dtype(configurator: Any) -> torch.dtype | None:
 
 
 def _is_ours(configurator: Any) -> bool:
-    found = configurator.model_config.hf_config.architectures or ()
-    return ARCHITECTURE in found or DRAFT_ARCHITECTURE in found
+    return is_served(configurator.model_config.hf_config.architectures, drafts=True)
 
 
 def allow_dsv4_pool(original: Callable[..., None], platform: Any, *, subsystem: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE
+from nvfp4_sgl.architectures import is_served
 from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
 from nvfp4_sgl.process_exit import EXIT_CODE, describe
 from nvfp4_sgl.serving import (
@@ -95,9 +95,8 @@ def register_all() -> None:
 
 
 def is_ours(hf_config: Any) -> bool:
-    """Whether a parsed config names our architecture, or its draft."""
-    found = getattr(hf_config, "architectures", None) or ()
-    return ARCHITECTURE in found or DRAFT_ARCHITECTURE in found
+    """Whether a parsed config names an architecture of ours, or its draft."""
+    return is_served(getattr(hf_config, "architectures", None), drafts=True)
 
 
 def hide_quantization(original: Callable[..., Any], model_config: Any) -> Any:

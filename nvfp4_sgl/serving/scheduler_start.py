@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE
+from nvfp4_sgl.architectures import architectures
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.process_exit import stop
 from nvfp4_sgl.serving import (
@@ -27,7 +27,7 @@ from nvfp4_sgl.serving.drafts import hooks as drafts
 from nvfp4_sgl.serving.drafts.backend import DraftBackend
 from nvfp4_sgl.serving.drafts.model import MtpForCausalLM
 from nvfp4_sgl.serving.flags.kernels import BACKEND
-from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM, require_own_model
+from nvfp4_sgl.serving.model import require_own_model
 from nvfp4_sgl.serving.sglang import hooking, models, parallel, settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.targets.choose import detect_target
@@ -37,8 +37,8 @@ from nvfp4_sgl.targets.target import descriptor
 def register_scheduler() -> None:
     """Register model class, attention backend, pools and reports."""
     registry = models.import_registry_lazily("nvfp4_sgl.serving.architectures")
-    registry.models[ARCHITECTURE] = DeepseekV4ForCausalLM
-    registry.models[DRAFT_ARCHITECTURE] = MtpForCausalLM
+    for architecture in architectures():
+        registry.models.update(architecture.classes())
     find("register_attention_backend")(BACKEND)(create_backend)
     hooking.install_hooks(
         {

@@ -12,7 +12,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from nvfp4_sgl.config import names_architecture, read_config_json
+from nvfp4_sgl.architectures import is_served
+from nvfp4_sgl.config import read_config_json
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.serving.sglang.log_lines import IMPORT_WARNINGS, LEFT_OUT
 
@@ -46,7 +47,7 @@ def _names_our_checkpoint(command: list[str]) -> bool:
         return (
             bool(paths)
             and (Path(paths[-1]) / "config.json").is_file()
-            and names_architecture(read_config_json(paths[-1]).get("architectures"))
+            and is_served(read_config_json(paths[-1]).get("architectures"))
         )
     except (ConfigError, OSError):
         return False  # the pre-flight says what is wrong

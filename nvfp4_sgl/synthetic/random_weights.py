@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nvfp4_sgl.architectures import read_config
 from nvfp4_sgl.checkpoint.drafts import Draft, claimed_kind, draft_of, draft_specs
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
@@ -35,11 +36,17 @@ class RandomWeights(Verified):
 
     is_dummy: ClassVar[bool] = True
 
-    def reader(self, device: torch.device | str = "cpu", say: Callable[[str], None] | None = None) -> CheckpointReader:
-        """A reader that draws the tensors on ``device``; ``say`` is as of the base."""
+    def _opened(
+        self,
+        inventory: Inventory,
+        device: torch.device | str,
+        say: Callable[[str], None] | None = None,
+        of_draft: bool = False,
+    ) -> CheckpointReader:
+        """A reader that draws the tensors."""
         from nvfp4_sgl.synthetic.dummy import DummyReader
 
-        return DummyReader(self.inventory, device, say=say)
+        return DummyReader(inventory, device, say=say, of_draft=of_draft)
 
     def draft(self) -> Draft | None:
         """The draft that config.json speaks of, in the storages that it claims; no values are drawn.
@@ -57,8 +64,6 @@ class RandomWeights(Verified):
 
     def draft_reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
         """A reader that draws the tensors of :meth:`draft` on ``device``."""
-        from nvfp4_sgl.synthetic.dummy import DummyReader
-
         draft = self.draft()
         assert draft is not None, "what a server has checked before"
         directory = self.inventory.directory
@@ -67,7 +72,7 @@ class RandomWeights(Verified):
         for spec in draft.specs.values():
             summary.add(spec, draft.storages.get(spec.name), 0)
         inventory.config, inventory.summary = self.config, summary
-        return DummyReader(inventory, device, of_draft=True)
+        return self._opened(inventory, device, of_draft=True)
 
     def describe(self) -> str:
         """The weights' origin, in words."""
@@ -86,7 +91,7 @@ def verify_dummy(directory: str | Path, overrides: Mapping[str, Any] | None = No
     raw, source = read_config_json(directory), str(Path(directory) / "config.json")
     if overrides:
         raw, source = raw | completed(raw, overrides), f"{source} with {FLAG}"
-    config = ModelConfig.from_dict(raw, source=source)
+    config = read_config(raw, source=source)
     inventory = dummy_inventory(raw, config, Path(directory))
     summary = inventory.verify(config)
     check_quantization_config(raw, summary)

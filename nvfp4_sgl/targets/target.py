@@ -9,16 +9,15 @@ they differ in their modes.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nvfp4_sgl.checkpoint.names import TensorSpec
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.extensions import added, imported
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.arrival import Arrival
 from nvfp4_sgl.weights.gemms import (
@@ -91,17 +90,17 @@ class Descriptor:
 
     def boundaries(self) -> AnyBoundaries:
         """The implementation of each boundary; imports it."""
-        found: AnyBoundaries = _imported(self.boundaries_in)()
+        found: AnyBoundaries = imported(self.boundaries_in)()
         return found
 
     def gpu(self) -> Gpu:
         """The GPU that ``build`` compiles for, where there is none; the target has one."""
-        found: Gpu = _imported(self.gpu_in)
+        found: Gpu = imported(self.gpu_in)
         return found
 
     def gemm_bytes(self, gemm: GemmSpec, storage: StorageOf) -> int:
         """Bytes of a GEMM's weights on a rank."""
-        return int(_imported(self.gemm_bytes_in)(gemm, storage))
+        return int(imported(self.gemm_bytes_in)(gemm, storage))
 
     def kind_of(self, storage: Storage) -> OperandKind:
         """The kind of operands of a GEMM all of whose matrices are in ``storage``, one that the target runs."""
@@ -125,11 +124,6 @@ class Descriptor:
 
     def _kind_by(self, storage: StorageOf) -> KindOf:
         return lambda stem: self.kind_of(storage(stem))
-
-
-def _imported(where: str) -> Any:
-    module, _, name = where.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 GPU_DTYPES, GPU_KV_CACHE_DTYPES = ("auto", "bfloat16"), ("auto", "fp8_e4m3")
@@ -233,22 +227,13 @@ def targets() -> tuple[Descriptor, ...]:
         UnsupportedError: what another package adds cannot be imported, is no target, or is one that is there already.
     """
     found = list(TARGETS)
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        where = f"entry point {point.name} of {GROUP}, {point.value}"
-        try:
-            added = point.load()
-        except Exception as error:
-            raise UnsupportedError(
-                f"{where}: {type(error).__name__}: {error}; repair or remove that package"
-            ) from error
-        if not isinstance(added, Descriptor):
-            raise UnsupportedError(f"{where}: expected a Descriptor of {__name__}, found {type(added).__name__}")
+    for where, one in added(GROUP, Descriptor):
         for each in found:
-            if each.name == added.name or (each.word == added.word and {*each.modes} & {*added.modes}):
+            if each.name == one.name or (each.word == one.word and {*each.modes} & {*one.modes}):
                 raise UnsupportedError(f"{where}: expected a target that is not there, found {each.name} again")
-            if each.word != added.word and {*each.capabilities} & {*added.capabilities}:
+            if each.word != one.word and {*each.capabilities} & {*one.capabilities}:
                 raise UnsupportedError(f"{where}: expected capabilities of its own, found some of {each.name}")
-        found.append(added)
+        found.append(one)
     return tuple(found)
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nvfp4_sgl.architectures import read_config
 from nvfp4_sgl.arguments import (
     add_bound,
     add_checkpoint,
@@ -23,7 +24,7 @@ from nvfp4_sgl.arguments import (
     target_here,
 )
 from nvfp4_sgl.checkpoint.verified import verify
-from nvfp4_sgl.config import ModelConfig, read_config_json
+from nvfp4_sgl.config import read_config_json
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.targets.target import descriptor, modes
@@ -108,7 +109,7 @@ def as_json(stage: Stage) -> dict[str, object]:
 
 def check_layer(directory: Path, layer: int) -> None:
     """Refuse a number that no layer of ``directory`` has; config.json alone is read."""
-    config = ModelConfig.from_dict(read_config_json(directory), source=str(directory / "config.json"))
+    config = read_config(read_config_json(directory), source=str(directory / "config.json"))
     layers = config.num_hidden_layers
     if not 0 <= layer < layers:
         raise ConfigError(f"--layer {layer}: {directory} has layers 0 to {layers - 1}; name one of them")

@@ -18,6 +18,7 @@ from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.target import GROUP, targets, words
 from tests.packaging.checkout import ROOT
+from tests.support.installed_package import write_package
 
 PAGE = (ROOT / "docs/add_a_target.md").read_text()
 FILES = dict(re.findall(r"`(toy_target/\w+\.py)`:\n\n```python\n(.*?)```", PAGE, re.DOTALL))
@@ -31,15 +32,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     """Puts the page's package, with changes of its files, on the path as an installed distribution."""
 
     def add(**changes: str) -> None:
-        site, information = tmp_path / "site", tmp_path / "site/toy_target-1.dist-info"
-        information.mkdir(parents=True)
-        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: toy_target\nVersion: 1\n")
-        points = [f"{name} = {value}" for name, value in REGISTERED[GROUP].items()]
-        (information / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *points]))
-        (site / "toy_target").mkdir()
-        for name, text in FILES.items():
-            (site / name).write_text(changes.get(Path(name).stem, text))
-        monkeypatch.syspath_prepend(site)
+        files = {name: str(changes.get(Path(name).stem, text)) for name, text in FILES.items()}
+        write_package(tmp_path / "site", "toy_target", files, GROUP, REGISTERED[GROUP])
+        monkeypatch.syspath_prepend(tmp_path / "site")
         targets.cache_clear()
 
     yield add
@@ -87,7 +82,7 @@ def test_its_boundary_computes(install: Install, tmp_path: Path) -> None:
     ("descriptor", "message"),
     [
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'; repair or remove"),
-        ("TOY = 1", "expected a Descriptor of nvfp4_sgl.targets.target, found int"),
+        ("TOY = 1", "expected Descriptor of nvfp4_sgl.targets.target, found int"),
         ("from nvfp4_sgl.targets.target import HOPPER as TOY", "found hopper again"),
         (FILES["toy_target/descriptor.py"].replace('name="toy"', 'name="cpu"'), "found cpu again"),
         (FILES["toy_target/descriptor.py"].replace('word="toy"', 'word="cpu"'), "found cpu again"),
