@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from nvfp4_sgl.checkpoint.names import Role, tensor_specs
+from nvfp4_sgl.checkpoint.drafts import Draft
+from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.storage import Storage
-from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.config import LayerSpec, ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.limits import FEATURE_MULTIPLE, GATED_FEATURE_MULTIPLE, GEMM_K_MULTIPLE, MAX_STACKED_EXPERTS
 from nvfp4_sgl.ops.modes import ActivationMode
@@ -43,13 +44,48 @@ def check_target(
         CheckpointError: matrices that are merged are NVFP4 in part; they are named.
         ConfigError: sizes, numbers of experts or ranks that no kernel takes.
     """
-    where, chosen = f"target {target}", descriptor(target, mode)
-    if mode is not None and chosen is not descriptor(target):
-        where = f"{where}, activation_mode {mode.value}"
-    _check_merged(chosen, where, config, storage)
+    where, chosen = _chosen(target, mode)
+    _check_merged(chosen, where, config.layers(), config, storage)
     if not chosen.on_gpu:
         return
-    matrices = {s.name: s.role for s in tensor_specs(config).values() if s.role in (Role.LINEAR, Role.EXPERT_LINEAR)}
+    matrices = _check_storages(chosen, where, tensor_specs(config).values(), storage)
+    if config.n_routed_experts > MAX_STACKED_EXPERTS and any(storage(name).is_nvfp4 for name in matrices):
+        raise ConfigError(
+            f"{where}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_STACKED_EXPERTS}"
+        )
+    for product in _kernels(chosen, config, ranks, storage):
+        rows = GATED_FEATURE_MULTIPLE if product.gated else FEATURE_MULTIPLE
+        for what, value, multiple in (("K", product.k, GEMM_K_MULTIPLE), ("features", product.features, rows)):
+            if value % multiple:
+                raise ConfigError(
+                    f"{where}, --tp-size {ranks}: {product.name}: {what} is {value}, expected a multiple"
+                    f" of {multiple}; use a smaller --tp-size, or another model"
+                )
+    check_kernel_sizes(where, config, config.max_position_embeddings if longest is None else longest)
+
+
+def check_draft(target: str, draft: Draft, config: ModelConfig, mode: ActivationMode | None = None) -> None:
+    """Refuse a draft that ``target`` cannot run; the arguments and errors are those of :func:`check_target`."""
+    where, chosen = _chosen(target, mode)
+    where = f"{where}: {draft.kind} draft"
+    _check_merged(chosen, where, map(config.draft_layer, range(draft.stages)), config, draft.storages.__getitem__)
+    if chosen.on_gpu:
+        _check_storages(chosen, where, draft.specs.values(), draft.storages.__getitem__)
+
+
+def _chosen(target: str, mode: ActivationMode | None) -> tuple[str, Descriptor]:
+    """The target in words, and itself."""
+    chosen = descriptor(target, mode)
+    if mode is None or chosen is descriptor(target):
+        return f"target {target}", chosen
+    return f"target {target}, activation_mode {mode.value}", chosen
+
+
+def _check_storages(
+    chosen: Descriptor, where: str, specs: Iterable[TensorSpec], storage: Callable[[str], Storage]
+) -> list[str]:
+    """Refuse matrices in storages that the target does not run; returns the names of all."""
+    matrices = {spec.name: spec.role for spec in specs if spec.role in (Role.LINEAR, Role.EXPERT_LINEAR)}
     refused = [
         f"'{name}.weight' ({storage(name).value})"
         for name, role in matrices.items()
@@ -64,19 +100,7 @@ def check_target(
             " 'nvfp4-sgl convert', have the server convert while it loads (docs/convert.md), or serve this one on"
             " Hopper in activation_mode w4a16, or on a CPU"
         )
-    if config.n_routed_experts > MAX_STACKED_EXPERTS and any(storage(name).is_nvfp4 for name in matrices):
-        raise ConfigError(
-            f"{where}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_STACKED_EXPERTS}"
-        )
-    for product in _kernels(chosen, config, ranks, storage):
-        rows = GATED_FEATURE_MULTIPLE if product.gated else FEATURE_MULTIPLE
-        for what, value, multiple in (("K", product.k, GEMM_K_MULTIPLE), ("features", product.features, rows)):
-            if value % multiple:
-                raise ConfigError(
-                    f"{where}, --tp-size {ranks}: {product.name}: {what} is {value}, expected a multiple"
-                    f" of {multiple}; use a smaller --tp-size, or another model"
-                )
-    check_kernel_sizes(where, config, config.max_position_embeddings if longest is None else longest)
+    return list(matrices)
 
 
 def _kernels(
@@ -98,12 +122,18 @@ def _runs(chosen: Descriptor, role: Role, storage: Storage) -> bool:
     return chosen.runs[Arrival.of(storage)] is not None
 
 
-def _check_merged(chosen: Descriptor, where: str, config: ModelConfig, storage: Callable[[str], Storage]) -> None:
+def _check_merged(
+    chosen: Descriptor,
+    where: str,
+    layers: Iterable[LayerSpec],
+    config: ModelConfig,
+    storage: Callable[[str], Storage],
+) -> None:
     """Refuse merged matrices of which some are NVFP4: gate and up; if experts are stacked, all routed ones of a layer.
 
     Where matrices are merged by kind, a shared expert whose matrices arrive differently is refused, too.
     """
-    for layer in config.layers():
+    for layer in layers:
         *routed, shared = expert_matrices(config, layer, Ownership())
         merged = [[shard.stem for shard in expert.gate_up] for expert in (*routed, shared)]
         if chosen.stacks_experts:

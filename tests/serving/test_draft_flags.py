@@ -123,6 +123,16 @@ def test_drafts_that_a_server_has_not(name: str, checkpoints: dict[str, Verified
     assert str(error.value).startswith(f"--speculative-algorithm {algorithm}") and message in str(error.value)
 
 
+def test_a_draft_that_a_mode_does_not_run(checkpoints: dict[str, Verified]) -> None:
+    """BF16 experts, which Hopper runs, but not with activations in NVFP4."""
+    verified = checkpoints["mtp"]
+    given = NOTHING | EAGLE | {"model_path": str(verified.inventory.directory)}
+    checks.check_draft(given, verified, "sm_90a", {})
+    message = r"^target sm_90a, activation_mode w4a4: MTP draft: \d+ of \d+ matrices .*'mtp\.0\.ffn\.experts"
+    with pytest.raises(UnsupportedError, match=message):
+        checks.check_draft(given, verified, "sm_90a", {"activation_mode": "w4a4"})
+
+
 def test_a_draft_of_another_model(checkpoints: dict[str, Verified]) -> None:
     verified = checkpoints["mtp"]
     own, other = (str(checkpoints[draft].inventory.directory) for draft in ("mtp", "none"))

@@ -13,6 +13,8 @@ from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.serving.drafts.simulated import SIMULATED, check_simulated
 from nvfp4_sgl.sglang_defaults import DRAFT_STEPS
+from nvfp4_sgl.targets import requirements
+from nvfp4_sgl.targets.choose import mode_of
 from nvfp4_sgl.targets.target import targets
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overr
 
     Raises:
         CheckpointError: the draft's tensors are not those of its kind.
-        ConfigError, UnsupportedError: as :func:`check_flags`.
+        ConfigError, UnsupportedError: as :func:`check_flags`, and of :func:`.requirements.check_draft`.
     """
     algorithm, path = given["speculative_algorithm"], given["speculative_draft_model_path"]
     if algorithm is None:
@@ -105,7 +107,10 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overr
             f"--speculative-draft-model-path {path}: expected --model-path, {given['model_path']}, which bundles its"
             " draft; leave it out"
         )
-    verified.draft()
+    draft = verified.draft()
+    assert draft is not None, "there is one of this kind"
+    mode = mode_of(target, {**verified.raw, **overrides}.get("activation_mode"))
+    requirements.check_draft(target, draft, verified.config, mode)
 
 
 def declared(given: Mapping[str, Any]) -> dict[str, Any]:
