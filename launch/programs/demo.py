@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,13 @@ from pathlib import Path
 from openai import OpenAI, OpenAIError
 from small_model.task import ANSWER_OFFSET, CHANCE, MEASURED_KEYS, MEASURED_TOKENS, far_document
 
+from programs.draft_rounds import Rounds
 from programs.local_server import ServerError, server, tail
 
 TRAINED = Path(__file__).resolve().parents[2] / "examples" / "small_model"
-"""The checkpoint that launch/train_small made."""
+"""The checkpoint that launch/train_small made; it bundles an MTP block."""
+DRAFTED = {"mtp": (TRAINED, "EAGLE"), "dspark": (TRAINED.with_name("small_model_dspark"), "DSPARK")}
+"""The checkpoint that bundles a draft, and the value of --speculative-algorithm that asks for it."""
 QUESTIONS, DOCUMENT_SEED = 8, 7
 MUST_BE_RIGHT = 7
 """Least right answers of ``QUESTIONS``: the model misses 2 or 3 of 100 (launch/results/small_model.md)."""
@@ -35,6 +38,8 @@ SHORT_PROMPT = "a=7;b=3;k=5;?a"
 FORMATS = ("nvfp4-full", "nvfp4-experts", "bf16")
 PROMPT = "Which number format keeps sixteen values and one scale in nine bytes?"
 MAX_TOKENS = 48
+WRITTEN = 64
+"""Tokens of the text that is written in rounds of draft and verify."""
 
 
 FLAGS = ("--constrained-json-disable-any-whitespace",)
@@ -67,17 +72,20 @@ def main() -> int:
     timings.add("environment", args.environment_seconds)
     with folder(args.output) as directory:
         try:
-            checkpoint = TRAINED if args.format is None else directory / f"tiny-{args.format}"
+            trained, flags = served(args.draft)
+            checkpoint = trained if args.format is None else directory / f"tiny-{args.format}"
             if args.format is not None:
                 make_checkpoint(checkpoint, args.format, timings)
             if args.target == "sm_100a":
                 return emulate(checkpoint)
             log, started = directory / "server.log", time.monotonic()
-            with server(checkpoint, log, args.port, FLAGS) as url:
+            with server(checkpoint, log, args.port, flags) as url:
                 timings.add("server start", time.monotonic() - started)
                 try:
                     if args.format is None:
-                        recall(url, timings)
+                        text = recall(url, timings)
+                        if args.draft != "none":
+                            write_on(url, text, timings)
                     else:
                         ask(url, timings)
                 except DemoError as error:
@@ -92,7 +100,15 @@ def main() -> int:
     return 0
 
 
-def parse_arguments() -> argparse.Namespace:
+def served(draft: str) -> tuple[Path, tuple[str, ...]]:
+    """The trained checkpoint to serve, and the server's flags."""
+    if draft == "none":
+        return TRAINED, FLAGS
+    checkpoint, algorithm = DRAFTED[draft]
+    return checkpoint, (*FLAGS, "--speculative-algorithm", algorithm)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="launch/demo", description="Serve a small DeepSeek-V4 and question it.")
     parser.add_argument(
         "--format",
@@ -104,6 +120,12 @@ def parse_arguments() -> argparse.Namespace:
         choices=("sm_100a",),
         help="no server; the decoder as a B200 runs it, executed in the emulator, beside the CPU reference",
     )
+    parser.add_argument(
+        "--draft",
+        choices=("none", "mtp", "dspark"),
+        default="none",
+        help="let this draft guess tokens, and show how many a round gives (default: %(default)s)",
+    )
     parser.add_argument("--port", type=int, default=0, help="server port (default: a free one)")
     parser.add_argument(
         "--output",
@@ -113,9 +135,17 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--keep", action="store_true", help="go on serving after the answers, until Ctrl-C")
     parser.add_argument("--environment-seconds", type=float, default=0.0, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.target == "sm_100a" and args.format not in (None, FORMATS[0]):
         parser.error(f"--target sm_100a runs full-NVFP4 checkpoints: expected --format {FORMATS[0]}, or none")
+    if args.draft != "none":
+        if args.format is not None or args.target is not None:
+            other = "--target" if args.format is None else "--format"
+            parser.error(f"--draft {args.draft} shows a trained draft behind a server: leave out {other}")
+        checkpoint, _ = DRAFTED[args.draft]
+        if not (checkpoint / "config.json").is_file():
+            remedy = f"launch/train_small --output OUT --drafts-of {TRAINED} writes OUT/{args.draft}: copy it there"
+            parser.error(f"--draft {args.draft}: expected a checkpoint in {checkpoint}, found none; {remedy}")
     return args
 
 
@@ -151,8 +181,11 @@ def emulate(checkpoint: Path) -> int:
     return subprocess.run([sys.executable, str(script), str(checkpoint), *asked], env=environment).returncode
 
 
-def recall(url: str, timings: Timings) -> None:
-    """Give the trained model a document, ask for values that stand in it far before, and check the answers."""
+def recall(url: str, timings: Timings) -> str:
+    """Give the trained model a document, ask for values that stand in it far before, and check the answers.
+
+    Returns the document.
+    """
     client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
     document = far_document(random.Random(DOCUMENT_SEED), MEASURED_TOKENS, MEASURED_KEYS, QUESTIONS)
     first = document.answers[0] - ANSWER_OFFSET
@@ -178,6 +211,29 @@ def recall(url: str, timings: Timings) -> None:
     timings.add(f"{QUESTIONS} answers", time.monotonic() - started, f"  {MEASURED_TOKENS} tokens in, 1 out each")
     if right < MUST_BE_RIGHT:
         raise DemoError(f"expected at least {MUST_BE_RIGHT} right answers, found {right}")
+    return document.text
+
+
+def write_on(url: str, text: str, timings: Timings) -> None:
+    """Let the model write behind ``text`` and show what its draft's guesses gave."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
+    rounds, started = Rounds(), time.monotonic()
+    try:
+        answer = client.completions.create(
+            model=client.models.list().data[0].id,
+            prompt=text,
+            max_tokens=WRITTEN,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_spec_tokens_details": True},
+        )
+    except OpenAIError as error:
+        raise DemoError(f"the request failed: {error}") from error
+    rounds.add_answer(answer.model_dump())
+    print(f"== {WRITTEN} tokens behind them, guessed by the draft and verified\n{answer.choices[0].text}")
+    if not rounds.count:
+        raise DemoError(f"expected rounds of draft and verify, found none in {answer}")
+    print(rounds.line())
+    timings.add(f"{WRITTEN} drafted tokens", time.monotonic() - started, f"  {rounds.tokens:.2f} a round")
 
 
 def ask(url: str, timings: Timings) -> None:

@@ -3,7 +3,7 @@
 ``record`` keeps what a server says of texts: the log-probability of every token, and of the likeliest ones at every
 position. ``compare`` feeds another server the same tokens and states KL divergence, agreement of the likeliest token
 and perplexity: so a quantised checkpoint can be judged without both models loaded at once. ``questions`` scores a file
-of questions.
+of questions; of a server that drafts it also says how many tokens a round of draft and verify gave.
 
 A server returns the N likeliest tokens only. KL is taken over those that both name, all others merged into one. Merging
 never raises a KL divergence, so what is stated is a lower bound, near the true one if little is merged (it says how
@@ -27,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from programs.draft_rounds import Rounds
 
 FORMAT = 1
 """Version of the dump's format."""
@@ -64,6 +66,15 @@ def model_of(url: str) -> str:
             return str(json.load(answer)["data"][0]["id"])
     except (OSError, LookupError, ValueError) as error:
         raise EvaluationError(f"{url}/v1/models: expected a model's name ({error}); is the server up?") from None
+
+
+def drafts(url: str) -> bool:
+    """Whether it is an SGLang server that drafts; others have no such information, or keep it to themselves."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=60) as answer:
+            return json.load(answer).get("speculative_algorithm") is not None
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 @dataclass(frozen=True)
@@ -249,29 +260,37 @@ def interval(right: int, count: int) -> tuple[float, float]:
 
 
 def questions(url: str, path: Path, tokens: int, threads: int) -> dict[str, Any]:
-    """Ask every question greedily; how many replies are right, with all of them."""
+    """Ask every question greedily; how many replies are right, with all of them, and rounds of a server that drafts."""
     asked = read_objects(path, ["question"])
     for number, entry in enumerate(asked, start=1):
         if not {"answer", "pattern"} & set(entry):
             raise EvaluationError(f"{path}: question {number}: expected 'answer' or 'pattern', found {sorted(entry)}")
     if not asked:
         raise EvaluationError(f"{path}: expected questions, found none")
-    model = model_of(url)
+    model, rounds = model_of(url), Rounds() if drafts(url) else None
 
-    def ask(entry: dict[str, Any]) -> str:
+    def ask(entry: dict[str, Any]) -> dict[str, Any]:
         messages = [{"role": "user", "content": entry["question"]}]
         body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": tokens}
-        return post(url, "/v1/chat/completions", body)["choices"][0]["message"]["content"] or ""
+        if rounds is not None:
+            body["return_spec_tokens_details"] = True
+        return post(url, "/v1/chat/completions", body)
 
-    replies = list(in_order(ask, asked, threads))
+    answers = list(in_order(ask, asked, threads))
+    replies = [answer["choices"][0]["message"]["content"] or "" for answer in answers]
     marks = [is_right(entry, reply) for entry, reply in zip(asked, replies, strict=True)]
     low, high = interval(sum(marks), len(marks))
     print(f"{model}: {sum(marks)} of {len(marks)} right, {sum(marks) / len(marks):.1%} (95 %: {low:.1%} to {high:.1%})")
+    if rounds is not None:
+        for answer in answers:
+            rounds.add_answer(answer)
+        print(f"drafts: {rounds.line()}")
     pairs = zip(asked, replies, marks, strict=True)
     return {
         "model": model,
         "right": sum(marks),
         "questions": len(marks),
+        "drafts": rounds and rounds.as_json(),
         "replies": [{**entry, "reply": reply, "right": mark} for entry, reply, mark in pairs],
     }
 

@@ -147,6 +147,28 @@ def test_replies_are_judged(question: dict[str, Any], reply: str, right: bool) -
     assert is_right(question, reply) is right
 
 
+@pytest.mark.parametrize("drafts", [True, False])
+def test_rounds_of_a_server_that_drafts(drafts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Others, which may refuse the field that asks for them, are not asked."""
+    bodies: list[dict[str, Any]] = []
+    counts = {"spec_verify_ct": 10, "spec_num_proposed_drafts": 30, "spec_correct_drafts_histogram": [5, 2, 0, 3]}
+
+    def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        bodies.append(body)
+        found = {"sglext": {"spec_tokens_details": counts}} if body.get("return_spec_tokens_details") else {}
+        return {"choices": [{"message": {"content": "7"}}], **found}
+
+    for name, value in (("post", post), ("model_of", lambda url: "m"), ("drafts", lambda url: drafts)):
+        monkeypatch.setattr(evaluate, name, value)
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"question": "a=7; a?", "answer": 7}\n' * 3)
+    found = evaluate.questions("url", file, 8, 1)
+    assert found["right"] == 3 == len(bodies)
+    expected = {"rounds": 30, "tokens": 2.1, "guesses": 3, "right_by_place": [0.5, 0.6, 1.0]}
+    assert found["drafts"] == (expected if drafts else None)
+    assert all(("return_spec_tokens_details" in body) is drafts for body in bodies)
+
+
 def test_interval_of_a_share() -> None:
     """Wilson (1927): 8 of 10 gives 0.49 to 0.94, none of 20 up to 0.16."""
     assert interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)

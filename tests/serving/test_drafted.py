@@ -25,12 +25,15 @@ from tests.packaging.checkout import ROOT
 from tests.serving.conftest import FAULTS
 from tests.support.given_up import Plan, check_nothing_is_left, wait_until_idle
 from tests.support.golden import TOLERANCE, Golden
+from tests.support.metrics import scrape, value
 from tests.support.prompts import draw_ids
 from tests.support.sampling import allowed, ask, require_bias, require_penalties
 from tests.support.server import Server
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
+from programs import demo, evaluate
+from programs.draft_rounds import Rounds
 from small_model import measure
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
@@ -269,6 +272,40 @@ def test_requests_that_are_given_up(server: Server) -> None:
     assert outcomes.count("given up") >= 8 and outcomes.count("complete") >= 8
     wait_until_idle(server)
     check_nothing_is_left(server)
+
+
+def test_what_answers_and_metrics_say_of_rounds(server: Server, guess: Guess, answer: list[int]) -> None:
+    guess([[*PROMPT, *answer]], range(256))
+    server.generate(PROMPT, TOKENS)  # gauges follow --decode-log-interval, 40 passes
+    guess([[*PROMPT, *answer]], range(0, 256, 5))
+    before = scrape(server)
+    meta, rounds = server.generate(PROMPT, TOKENS)["meta_info"], Rounds()
+    after = scrape(server)
+    rounds.add(meta)
+    assert (rounds.count, rounds.guesses) == (meta["spec_verify_ct"], STEPS)
+    # The first token is the prefill's; what the last round gives behind the end of the answer is not sent.
+    assert 0 <= rounds.tokens * rounds.count - (TOKENS - 1) <= STEPS
+
+    def gained(name: str) -> float:
+        return value(after, name) - value(before, name)
+
+    assert (
+        gained("sglang:spec_verify_calls_total") == rounds.count and gained("sglang:generation_tokens_total") == TOKENS
+    )
+    assert (value(after, "sglang:spec_num_steps"), value(after, "sglang:spec_num_draft_tokens")) == (STEPS, STEPS + 1)
+    assert 1 <= value(after, "sglang:spec_accept_length") <= STEPS + 1
+    assert 0 <= value(after, "sglang:spec_accept_rate") <= 1
+    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    assert len(told := set(re.findall(r"sglang:spec_\w+", page))) == 5 and told <= set(after)
+
+
+def test_programs_say_what_rounds_gave(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "Say it", "pattern": ""}\n{"question": "And?", "pattern": ""}\n')
+    drafts = evaluate.questions(server.url, questions, 20, 2)["drafts"]
+    assert drafts["rounds"] > 5 and drafts["guesses"] == STEPS and 1 <= drafts["tokens"] < 1.5
+    demo.write_on(server.url, "a=7;b=3;k=5;?a", demo.Timings())
+    assert len(re.findall(r"tokens a round, of \d+ rounds", capsys.readouterr().out)) == 2
 
 
 def test_a_trained_draft(serve: Callable[..., Server]) -> None:

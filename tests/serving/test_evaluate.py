@@ -22,7 +22,12 @@ VOCABULARY, LENGTHS = 512, (40, 150)
 
 
 def run(*arguments: object) -> str:
-    command = [sys.executable, str(ROOT / "launch" / "programs" / "evaluate.py"), *map(str, arguments)]
+    command = [
+        sys.executable,
+        str(ROOT / "launch/programs/run.py"),
+        "launch/programs/evaluate.py",
+        *map(str, arguments),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

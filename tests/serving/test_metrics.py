@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.serving.metrics import entries, occupancy
@@ -20,28 +19,12 @@ from nvfp4_sgl.serving.sglang import request_state
 from tests.packaging.checkout import ROOT
 from tests.support.chat import MODEL, client
 from tests.support.logprobs import flush
+from tests.support.metrics import scrape, value
 from tests.support.prompts import draw_ids
 from tests.support.server import Server
 
 DASHBOARD = ROOT / "launch" / "grafana" / "nvfp4_sgl.json"
 VOCABULARY, PAGE = 512, 256
-Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
-
-
-def scrape(server: Server) -> Samples:
-    """Every sample of ``/metrics``: value by labels by name."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
-        text = answer.read().decode()
-    samples: Samples = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
-    return samples
-
-
-def value(samples: Samples, name: str, **labels: str) -> float:
-    """Sum of the samples that have ``labels``; 0 if there is none."""
-    return sum(one for found, one in samples.get(name, {}).items() if labels.items() <= dict(found).items())
 
 
 # --- without a server -------------------------------------------------------------------------------------------
