@@ -38,7 +38,9 @@ SHORT_PROMPT = "a=7;b=3;k=5;?a"
 FORMATS = ("nvfp4-full", "nvfp4-experts", "bf16")
 PROMPT = "Which number format keeps sixteen values and one scale in nine bytes?"
 MAX_TOKENS = 48
-WRITTEN = 64
+ANSWER_SECONDS = 600
+"""Ample: a busy machine takes seconds a round of draft and verify."""
+WRITTEN = 32
 """Tokens of the text that is written in rounds of draft and verify."""
 
 
@@ -186,7 +188,7 @@ def recall(url: str, timings: Timings) -> str:
 
     Returns the document.
     """
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=ANSWER_SECONDS, max_retries=0)
     document = far_document(random.Random(DOCUMENT_SEED), MEASURED_TOKENS, MEASURED_KEYS, QUESTIONS)
     first = document.answers[0] - ANSWER_OFFSET
     print(
@@ -216,7 +218,7 @@ def recall(url: str, timings: Timings) -> str:
 
 def write_on(url: str, text: str, timings: Timings) -> None:
     """Let the model write behind ``text`` and show what its draft's guesses gave."""
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=ANSWER_SECONDS, max_retries=0)
     rounds, started = Rounds(), time.monotonic()
     try:
         answer = client.completions.create(
@@ -238,7 +240,7 @@ def write_on(url: str, text: str, timings: Timings) -> None:
 
 def ask(url: str, timings: Timings) -> None:
     """One chat completion and one streamed completion; print answers, add timings."""
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=ANSWER_SECONDS, max_retries=0)
     try:
         model = client.models.list().data[0].id
         chat(client, model, timings)
