@@ -43,37 +43,11 @@ class DraftBackend(Nvfp4AttentionBackend):
 
     def warm_up(self, model: Any) -> None:
         with stages.stage("draft warm-up"):
-            passes = DraftPasses(model)
-            self.planner.warm_up(passes, model.vocabulary[0].weight, settings.largest_prefill())
+            self.planner.warm_up(model.draft, model.vocabulary[0].weight, settings.largest_prefill())
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Lengths of padding are those behind a draft extend, which has so many rows at most."""
         return DRAFTED_TOKENS
-
-
-class DraftPasses:
-    """A draft's block as planners warm up a :class:`~nvfp4_sgl.model.decoder.Decoder`."""
-
-    def __init__(self, model: MtpForCausalLM):
-        assert model.draft is not None, "load_weights has not run"
-        self._draft, self._streams = model.draft, model.model_config.hc_mult
-
-    def distinct_layers(self) -> list[int]:
-        return [0]
-
-    def expand(self, embedded: Tensor) -> Tensor:
-        """Streams [T, n, d] of embeddings [T, d]."""
-        return embedded[:, None].expand(-1, self._streams, -1).contiguous()
-
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """Streams [T, n, d], all of one token: a rank may not have the embeddings of others."""
-        return self.expand(table[:1].expand(len(token_ids), -1))
-
-    def __call__(
-        self, streams: Tensor, token_ids: Tensor, step: object, caches: list[LayerCache], only: object = None
-    ) -> Tensor:
-        hidden, _ = self._draft(streams[:, 0].contiguous(), streams, token_ids, step, caches[0])
-        return hidden
 
 
 class DraftSteps:
