@@ -151,7 +151,7 @@ def needed_by_draft(verified: Verified, target: str, setting: Serving, gpu: Gpu)
 def _without_storage(
     verified: Verified, target: str, setting: Serving, gpu: Gpu, find: Callable[[Context], Needed]
 ) -> Needed:
-    """What ``find`` finds on ``gpu`` with tensors without storage."""
+    """Result of ``find`` on ``gpu``, with tensors without storage."""
     mode = setting.mode or mode_of(target, verified.raw.get("activation_mode"))
     choice, config = choose(target, mode), with_distinct_layers(verified)
     dry = DryLauncher(target, gpu.clusters)
@@ -199,7 +199,7 @@ def _draft(verified: Verified, context: Context) -> MtpDraft | DsparkDraft:
 
 
 def _planned(draft: MtpDraft | DsparkDraft) -> Context:
-    """What the planner of a draft goes by: layers of windows alone, as many as it has blocks."""
+    """Context of a draft's planner: layers of windows alone, as many as the draft has blocks."""
     context, matrices = draft.context, draft.context.draft
     assert matrices is not None
     blocks = matrices.stages

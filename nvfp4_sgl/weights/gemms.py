@@ -82,7 +82,7 @@ class GemmSpec:
 
 @dataclass(frozen=True)
 class DraftMatrices:
-    """What the passes of a draft multiply, instead of the decoder's layers.
+    """Matrices that the passes of a draft multiply, instead of those of the decoder's layers.
 
     Attributes:
         stages: its blocks. projections: the matrices in front of them.

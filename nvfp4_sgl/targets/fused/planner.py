@@ -119,7 +119,7 @@ class FusedPlanner:
             decoder(decoder.embed(ids, table), ids, step, self.caches, only=decoder.distinct_layers())
 
     def draft(self, draft: MtpDraft | DsparkDraft, embedded: Tensor, step: Step) -> None:
-        """What a server has ``draft`` do in a pass, with any values."""
+        """Run ``draft`` as a pass of a server does, with any values."""
         streams, ids = (
             expand_streams(embedded, self.context.config.hc_mult),
             torch.zeros_like(step.plan.batch.positions),
