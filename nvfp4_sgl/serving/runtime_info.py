@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvfp4_sgl import __version__
-from nvfp4_sgl.serving import arguments, kv_pool, stages
+from nvfp4_sgl.serving import arguments, kv_pool, shared_requests, stages
 from nvfp4_sgl.serving.backend import require_own_backend
 from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
 from nvfp4_sgl.serving.sglang import scheduling, settings
@@ -34,6 +34,8 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         "dtype": str(runner.model_config.dtype).removeprefix("torch."),
         "target": model.choice.target,
         "note": model.choice.note,
+        "sampling": str(settings.resolved("sampling_backend")),
+        "requests": shared_requests.way(),
         "draft": f"MTP, {settings.draft_steps()} steps" if model.feeds_draft else "none",
         "boundaries": model.choice.boundaries.names(),
     }
@@ -46,7 +48,7 @@ def log(scheduler: Any) -> None:
         return
     require_own_backend(scheduler.tp_worker.model_runner.attn_backend)
     words = [f"target {info['target']}", info["activation_mode"], info["dtype"], info["kv_rows"]]
-    words.append(f"routing {info['routing']}")
+    words += [f"sampling by {info['sampling']}", f"routing {info['routing']}"]
     if info["draft"] != "none":
         words.append(f"draft {info['draft']}")
     if info["note"]:

@@ -18,6 +18,7 @@ from nvfp4_sgl.serving import (
     metrics,
     requests,
     runtime_info,
+    shared_requests,
     start_log,
     stop_strings,
     update_weights,
@@ -85,6 +86,7 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
         original(scheduler, *args, **kwargs)
         if ours:
             first_requests.warm_up(scheduler)
+            shared_requests.share()
             metrics.watch(scheduler)
         runtime_info.log(scheduler)
     except Nvfp4SglError as error:

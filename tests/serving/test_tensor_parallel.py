@@ -99,6 +99,19 @@ def test_ranks_take_the_first_ones_grammars(server: Server) -> None:
     assert ask("[ab]{3}") == answers[0], "kept"
 
 
+def test_an_abort_comes_to_both_ranks(server: Server) -> None:
+    """Requests go on to be answered alike: the ranks agree on what runs."""
+    prompt = draw_ids(40, 9, 512)
+    expected = generate(server, prompt)["output_ids"]
+    body = {"input_ids": prompt, "rid": "long", "sampling_params": {"max_new_tokens": 8000, "ignore_eos": True}}
+    running = Background(lambda: server.status("/generate", body))
+    until(lambda: server.info()["pools"]["requests"]["used"] > 0)
+    server.command("/abort_request", {"rid": "long"})
+    running.wait()
+    until(lambda: server.info()["pools"]["requests"]["used"] == 0)
+    assert generate(server, prompt)["output_ids"] == expected
+
+
 def change_what_is_computed(config: dict[str, Any]) -> None:
     config.update(routed_scaling_factor=2.25, rope_theta=20000)
     config["rope_scaling"].pop("rope_theta", None)
@@ -158,6 +171,7 @@ def test_what_is_served_is_said(server: Server, new: Path) -> None:
     for found in (live, state):
         assert (found["model_path"], found["weight_version"]) == (str(new), "second")
     assert str(new) in state["nvfp4_sgl"]["weights"]
+    assert state["nvfp4_sgl"]["requests"] == "shared memory"
 
 
 def test_a_dead_rank_ends_the_server(server: Server) -> None:

@@ -334,6 +334,12 @@ HOOKS = {
         "self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions, "
         "*, logprob_logits",
     ),
+    "share_requests": Private(
+        "sglang.srt.managers.scheduler_components.request_receiver"
+        ".SchedulerRequestReceiver._broadcast_reqs_across_ranks",
+        "hands requests to all ranks over sockets, in every step",
+        "self, recv_reqs, local_reqs",
+    ),
     "check_token_ids": Private(
         "sglang.srt.managers.schedule_batch.Req._check_vocab_boundary_finish",
         "ends a request at an id outside the vocabulary, but as if it had finished well",

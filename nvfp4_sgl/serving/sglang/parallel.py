@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed
 from torch import Tensor
 
@@ -47,3 +49,10 @@ def tp_broadcast(tensor: Tensor) -> None:
     """Make ``tensor`` that of the first tensor-parallel rank, on all ranks; contiguous."""
     if tp_size() > 1:
         find("get_tp_group")().broadcast(tensor, src=0)
+
+
+def tp_exchange(value: Any) -> list[Any]:
+    """Every tensor-parallel rank's ``value``, in their order; over sockets."""
+    values: list[Any] = [None] * tp_size()
+    torch.distributed.all_gather_object(values, value, group=find("get_tp_group")().cpu_group)
+    return values
