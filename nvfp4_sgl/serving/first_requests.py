@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 
+from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.serving import finite_logits
 from nvfp4_sgl.serving.sglang import scheduling
 from nvfp4_sgl.triton_kernels.common.integers import cdiv
 
 ROWS = (1, 2, 16)
-"""Triton has programs of their own for a count of one and for multiples of 16."""
+"""Triton has programs of their own for a count of one and for multiples of 16. As many rows as there may be come last:
+top-p sorts the vocabulary for each, which takes 1 GB and more for 256."""
 
 PADDING = 64
 """SGLang pads the LM head's rows to a multiple."""
@@ -62,12 +64,22 @@ def warm_up(scheduler: Any) -> None:
 
     Args:
         scheduler: SGLang's ``Scheduler``, which has no request yet.
+
+    Raises:
+        UnsupportedError: as many requests as may run together cannot be sampled in the memory that is left.
     """
+    most = int(scheduler.max_running_requests)
     scheduling.positions(torch.ones(1, dtype=torch.int64, device=scheduler.device))
-    allocate(scheduling.page_allocator(scheduler), torch.device(scheduler.device), scheduler.max_running_requests)
-    for rows in ROWS:
+    allocate(scheduling.page_allocator(scheduler), torch.device(scheduler.device), most)
+    for rows in dict.fromkeys((*ROWS, most)):
         for kind in KINDS:
-            sample(scheduler, rows, kind)
+            try:
+                sample(scheduler, rows, kind)
+            except torch.OutOfMemoryError as error:
+                raise UnsupportedError(
+                    f"--max-running-requests {most}: expected memory to sample {rows} requests at once, found"
+                    f" too little ({error}); lower --mem-fraction-static or --max-running-requests"
+                ) from error
     choose(torch.device(scheduler.device), scheduler.model_config.vocab_size)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.config import read_config_json
+from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.serving import arguments, first_requests
 from nvfp4_sgl.serving.sglang import settings
 from tests.support.bf16_logprobs import prompt
@@ -113,3 +114,36 @@ def test_a_pool_smaller_than_what_may_run() -> None:
     pages = Pages(6)
     first_requests.allocate(pages, torch.device("cpu"), 16)
     assert pages.taken == 0 and pages.cleared == 3
+
+
+@pytest.fixture
+def warmed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that the warm-up samples; all else that it does is left out."""
+    rows: list[int] = []
+    monkeypatch.setattr(first_requests, "sample", lambda scheduler, count, kind: rows.append(count))
+    monkeypatch.setattr(first_requests, "allocate", lambda *_: None)
+    monkeypatch.setattr(first_requests.scheduling, "positions", lambda lengths: None)
+    monkeypatch.setattr(first_requests.scheduling, "page_allocator", lambda scheduler: None)
+    return rows
+
+
+def scheduler(requests: int) -> Any:
+    return SimpleNamespace(device="cpu", max_running_requests=requests, model_config=SimpleNamespace(vocab_size=100))
+
+
+@pytest.mark.parametrize(("requests", "most"), [(16, 16), (40, 40), (2, 16)])
+def test_every_kind_is_sampled_by_as_many_requests_as_may_run(requests: int, most: int, warmed: list[int]) -> None:
+    first_requests.warm_up(scheduler(requests))
+    assert max(warmed) == most and all(warmed.count(rows) == len(first_requests.KINDS) for rows in warmed)
+
+
+def test_too_little_memory_to_sample_a_full_batch(warmed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said at the start, not at the first such batch, which would end the server."""
+
+    def allocate_much(scheduler: Any, rows: int, kind: Any) -> None:
+        if rows == 300:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(first_requests, "sample", allocate_much)
+    with pytest.raises(UnsupportedError, match="--max-running-requests 300.*2 GiB.*lower --mem-fraction-static"):
+        first_requests.warm_up(scheduler(300))
