@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
-from nvfp4_sgl import __version__
+from nvfp4_sgl import __version__, numa
 from nvfp4_sgl.arguments import add_checkpoint, add_json, named_here, print_json
 from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.drafts import DRAFTS
@@ -89,6 +90,7 @@ class Report:
     python: str = platform.python_version()
     pins: list[Pin] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
+    numa: list[str] = field(default_factory=list)
     target: str | None = None
     described_target: str | None = None
     boundaries: dict[str, str] = field(default_factory=dict)
@@ -201,15 +203,25 @@ def entry_point_state(group: str) -> EntryPointState:
 
 
 def examine_target(report: Report, planned: str | None = None) -> None:
-    """Fill in devices, target, and the boundaries and modes of the target ``planned``, this machine's if ``None``."""
+    """Fill in devices, NUMA nodes, target, and boundaries and modes of the target ``planned``, or this machine's."""
     import torch
 
+    addresses = {}
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
+        found: Any = torch.cuda.get_device_properties(index)
+        place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        addresses[f"cuda:{index}"] = place
         report.devices.append(
             f"cuda:{index}: {found.name}, compute capability {found.major}.{found.minor},"
             f" {found.total_memory / 2**30:.0f} GiB"
         )
+    report.numa = numa.describe(
+        addresses,
+        allowed=os.sched_getaffinity(0),
+        has_numactl=shutil.which("numactl") is not None,
+        environment=os.environ,
+        sysfs=numa.SYSFS,
+    )
     if not report.devices:
         report.devices.append(f"cpu: {platform.machine()}, {torch.get_num_threads()} threads")
     try:
@@ -316,6 +328,8 @@ def render(report: Report) -> str:
         lines.append(f"  {pin.name:<20} {found:<16} " + ("OK" if pin.ok else f"MISMATCH, expected {pin.expected}"))
     lines += ["", "Device", *(f"  {device}" for device in report.devices)]
     lines.append(f"  target               {report.target or 'unsupported'}")
+    if report.numa:
+        lines += ["", "NUMA", *(f"  {line}" for line in report.numa)]
     if report.boundaries:
         lines += ["", f"Boundaries on {report.described_target} in {report.activation_mode}"]
         lines += [f"  {name:<20} {where}" for name, where in report.boundaries.items()]

@@ -27,6 +27,7 @@ from nvfp4_sgl.convert.at_load import classes_of, converted_at_load
 from nvfp4_sgl.convert.options import Options
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.files import refuse_hub_cache, require_finished
+from nvfp4_sgl.numa import parse_cpus
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import flags, start_log
 from nvfp4_sgl.serving.drafts import checks
@@ -317,15 +318,6 @@ def use_bound_cpus(rank: int) -> None:
     cpus = parse_cpus(groups[rank])
     os.sched_setaffinity(0, cpus)
     torch.set_num_threads(len(cpus))
-
-
-def parse_cpus(text: str) -> set[int]:
-    """CPU numbers of a list such as ``0-3,8``."""
-    cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
 
 
 def defaults(server_args: Any, hf_config: Any) -> dict[str, Any]:

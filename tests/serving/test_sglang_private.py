@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.checkpoint.beside import DEFAULTS
+from nvfp4_sgl.numa import parse_cpus
 from nvfp4_sgl.serving import arguments, kv_pool
 from nvfp4_sgl.serving.sglang import ledger, settings
 from nvfp4_sgl.serving.sglang.ledger import find
@@ -113,11 +114,7 @@ def test_row_dtype() -> None:
 def test_split_cpus(cpus: list[int], ranks: int, text: str) -> None:
     assert arguments.split_cpus(cpus, ranks) == text
     for group in text.split("|"):
-        assert arguments.parse_cpus(group) <= set(cpus)
-
-
-def test_parse_cpus() -> None:
-    assert arguments.parse_cpus("0-2,5") == {0, 1, 2, 5}
+        assert parse_cpus(group) <= set(cpus)
 
 
 def test_override_of_nothing() -> None:
