@@ -33,10 +33,11 @@ from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 
 ROOT = Path(__file__).resolve().parents[2]
 STOCK = Path(__file__).parent / "peers" / "stock_sglang"
-FLAGS = """
-    --load-format dummy --sampling-backend pytorch --disable-radix-cache --mem-fraction-static 0.8
-    --cuda-graph-max-bs-decode 64 --max-running-requests 64 --context-length 16384
-"""
+FLAGS = "--load-format dummy --sampling-backend pytorch --mem-fraction-static 0.8 --context-length 16384"
+LEAST_REQUESTS = 64
+"""Requests that a server is laid out for, at least."""
+SAMPLING = {"greedy": (), "top-p": ("--temperature", "1", "--top-p", "0.95")}
+"""The client's options, by how it has tokens chosen."""
 ENGINES = {"ours": TinyFormat.NVFP4_FULL, "stock": TinyFormat.DEEPSEEK}
 STOCK_FLAGS = ["--moe-runner-backend", "marlin", "--trust-remote-code"]
 STOCK_ENVIRONMENT = {"NVFP4_SGL_DISABLE": "1", "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
@@ -54,6 +55,9 @@ def main() -> int:
     parser.add_argument("--drafts", choices=["mtp"], help="draft, with acceptance that is simulated")
     parser.add_argument("--steps", type=int, default=3, help="of the draft")
     parser.add_argument("--accepted", type=float, default=1.0, metavar="ROWS", help="of a round, in the mean")
+    parser.add_argument("--sampling", choices=["greedy", "top-p"], default="greedy", help="top-p: of 0.95")
+    parser.add_argument("--stock-sampler", default="pytorch", metavar="NAME", help="stock's --sampling-backend")
+    parser.add_argument("--radix-cache", action="store_true", help="keep the cache of prefixes, which is off otherwise")
     parser.add_argument("--record", type=Path, metavar="FILE", help="a new JSON file of launch/results/figures")
     arguments = parsed(parser, ENGINES)
     if arguments.record is not None:
@@ -137,10 +141,11 @@ def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, A
     """Serve an engine and yield the name and result of each measurement."""
     folder: Path = arguments.output / engine
     model = write_flash(folder / "model", ENGINES[engine], arguments.layers)
-    flags = [*FLAGS.split(), "--tp", str(arguments.tp), "--admin-api-key", ADMIN_KEY, *arguments.flags.split()]
+    flags = common_flags([*arguments.concurrency, *arguments.trace], radix_cache=arguments.radix_cache)
+    flags += ["--tp", str(arguments.tp), "--admin-api-key", ADMIN_KEY, *arguments.flags.split()]
     values = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1", "HF_HUB_OFFLINE": "1"}
     if engine == "stock":
-        flags += STOCK_FLAGS
+        flags += [*STOCK_FLAGS, "--sampling-backend", arguments.stock_sampler]
         paths = [str(STOCK), *filter(None, [os.environ.get("PYTHONPATH")])]
         values |= STOCK_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
     more, variables = drafting(arguments)
@@ -160,7 +165,8 @@ def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, A
             yield "plugin", plugin(json.load(answer), engine)
         for count in dict.fromkeys([*arguments.concurrency, *arguments.trace]):
             if count in arguments.concurrency:
-                found = served(client, url, model, count, arguments.prompt, arguments.tokens)
+                sizes = count, arguments.prompt, arguments.tokens
+                found = served(client, url, model, *sizes, sampling=arguments.sampling)
                 yield f"at {count}", found
                 if arguments.drafts:
                     yield f"round at {count}", round(found["mean_tpot_ms"] * arguments.accepted, 3)
@@ -190,6 +196,13 @@ def drafting(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     return flags, accepted
 
 
+def common_flags(at_once: Iterable[int], *, radix_cache: bool) -> list[str]:
+    """Flags of all servers, laid out for as many requests as will be ``at_once``."""
+    most = str(max([LEAST_REQUESTS, *at_once]))
+    flags = [*FLAGS.split(), "--cuda-graph-max-bs-decode", most, "--max-running-requests", most]
+    return flags if radix_cache else [*flags, "--disable-radix-cache"]
+
+
 def plugin(info: dict[str, Any], engine: str) -> dict[str, Any]:
     """This project's plugin in ``/server_info``; RuntimeError if it is not there, or should not be."""
     found: dict[str, Any] = next((state["nvfp4_sgl"] for state in info["internal_states"] if "nvfp4_sgl" in state), {})
@@ -198,7 +211,9 @@ def plugin(info: dict[str, Any], engine: str) -> dict[str, Any]:
     return {key: found[key] for key in ("version", "weights", "routing", "target") if key in found}
 
 
-def served(client: Client, url: str, model: Path, count: int, prompt: int, tokens: int) -> dict[str, float]:
+def served(
+    client: Client, url: str, model: Path, count: int, prompt: int, tokens: int, *, sampling: str = "greedy"
+) -> dict[str, float]:
     """Measure with SGLang's own client, ``count`` requests at once: milliseconds, and tokens a second."""
     output = model.parent / f"client.{count}.{prompt}.jsonl"
     output.unlink(missing_ok=True)
@@ -209,7 +224,7 @@ def served(client: Client, url: str, model: Path, count: int, prompt: int, token
     # As ids: text of a made-up vocabulary does not give the tokens back that it was made of.
     arguments += ["--tokenize-prompt", "--num-prompts", str(3 if count == 1 else 2 * count)]
     # As many beforehand as will run at once: stock compiles kernels when it first sees so many.
-    arguments += ["--max-concurrency", str(count), "--warmup-requests", str(count)]
+    arguments += ["--max-concurrency", str(count), "--warmup-requests", str(count), *SAMPLING[sampling]]
     client.run([*arguments, "--disable-tqdm", "--output-file", str(output)])
     said = json.loads(output.read_text().splitlines()[-1])
     names = ("mean_tpot_ms", "median_tpot_ms", "median_ttft_ms", "output_throughput", "completed")

@@ -88,7 +88,9 @@ def described(arguments: Namespace, command: list[str]) -> dict[str, Any]:
         "code": code_version(),
         "source": " ".join(["launch/bench_full", *command]),
     }
-    return run | ({"setting": arguments.flags} if arguments.flags else {})
+    chosen = [arguments.flags, "top-p 0.95" if arguments.sampling == "top-p" else ""]
+    setting = ", ".join(filter(None, [*chosen, "radix cache" if arguments.radix_cache else ""]))
+    return run | ({"setting": setting} if setting else {})
 
 
 def code_version() -> str | None:

@@ -29,8 +29,8 @@ from benchmarks.flash import write_flash
 from benchmarks.full_size import (
     ADMIN_KEY,
     CLIENT_SECONDS,
-    FLAGS,
     Found,
+    common_flags,
     environment,
     parsed,
     plugin,
@@ -111,7 +111,8 @@ def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Any
 
 def flags(name: str, arguments: argparse.Namespace) -> list[str]:
     """The server's; of an argument that is given twice the last one counts."""
-    chosen = [*FLAGS.split(), "--tp", str(arguments.tp), "--admin-api-key", ADMIN_KEY]
+    chosen = common_flags(arguments.concurrency, radix_cache=False)
+    chosen += ["--tp", str(arguments.tp), "--admin-api-key", ADMIN_KEY]
     chosen += ["--context-length", str(CONTEXTS[name]), "--max-total-tokens", str(arguments.pool)]
     chosen += ["--decode-log-interval", str(LOG_INTERVAL)]
     chosen += ["--chunked-prefill-size", str(arguments.chunk)] if arguments.chunk else []

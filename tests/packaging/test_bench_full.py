@@ -196,8 +196,26 @@ def test_prompts_have_the_tokens_that_were_asked_for(
     model = write_flash(tmp_path / "ours" / "model", TinyFormat.NVFP4_FULL)
     with started(tmp_path / "client.log", 240) as client:
         found = served(client, url, model, count=2, prompt=100, tokens=5)
+        assert len(asked) == 2 + 4  # it warms up
+        greedy = [*asked]
+        served(client, url, model, count=2, prompt=100, tokens=5, sampling="top-p")
     assert found["completed"] == 4
-    assert len(asked) == 2 + 4  # it warms up
     for request in asked:
         assert len(request["input_ids"]) == 100
         assert max(request["input_ids"]) < FLASH["vocab_size"]
+        chosen = {name: request["sampling_params"].get(name) for name in ("temperature", "top_p")}
+        assert chosen == ({"temperature": 0, "top_p": None} if request in greedy else {"temperature": 1, "top_p": 0.95})
+
+
+def test_servers_are_laid_out_for_the_requests_that_come() -> None:
+    from benchmarks.full_size import SAMPLING, common_flags
+
+    def value(flags: list[str], name: str) -> str:
+        return flags[flags.index(name) + 1]
+
+    for at_once, most in (([], "64"), ([1, 16], "64"), ([1, 256, 64], "256")):
+        flags = common_flags(at_once, radix_cache=False)
+        assert value(flags, "--max-running-requests") == value(flags, "--cuda-graph-max-bs-decode") == most
+        assert "--disable-radix-cache" in flags
+    assert "--disable-radix-cache" not in common_flags([1], radix_cache=True)
+    assert list(SAMPLING) == ["greedy", "top-p"]

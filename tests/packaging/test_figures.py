@@ -117,6 +117,12 @@ def test_bench_full_records_ours_beside_stock(run: Any) -> None:
     assert len(found) == 8, "a step that was not found, and the decode of a long prompt's few tokens, are left out"
 
 
+def test_other_conditions_are_recorded(run: Any) -> None:
+    """They would stand in place of the usual run's figures otherwise."""
+    file = run({"ours": OURS, "stock": {}}, "--flags", "--x 1", "--sampling", "top-p", "--radix-cache")
+    assert {one.setting for one in figures.read(file)} == {"--x 1, top-p 0.95, radix cache"}
+
+
 def test_a_record_has_the_conditions_of_the_notebooks_run(run: Any) -> None:
     """Otherwise a new run would stand beside the last one on docs/benchmarks.md instead of replacing it."""
     recorded = {one.conditions for one in figures.recorded()}
