@@ -47,7 +47,7 @@ def main() -> int:
 def started(arguments: argparse.Namespace, kernels: Path) -> dict[str, Any]:
     """The findings of :func:`.full_size.measure` for a server that is asked for nothing."""
     own = argparse.Namespace(**vars(arguments), port=0, concurrency=[], long=False, trace=[], prompt=0, tokens=0)
-    own.radix_cache = False
+    own.radix_cache, own.drafts = False, None
     own.folder = arguments.output / arguments.cache
     with environment(XDG_CACHE_HOME=str(kernels), TRITON_CACHE_DIR=str(kernels / "triton")):
         return dict(measure("ours", own))
