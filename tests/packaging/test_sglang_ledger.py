@@ -31,11 +31,11 @@ def looked_up(source: str, function: str) -> Iterator[Any]:
 
 
 def installed(source: str) -> Iterator[Any]:
-    """Keys of hooks that ``source`` installs: in calls of ``install_hooks`` and in tables called ``HOOKS``."""
+    """Keys of hooks that ``source`` installs: in calls of ``install_hooks`` and in tables whose names end with ``HOOKS``."""
     for node in ast.walk(ast.parse(source)):
         is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("install_hooks")
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        is_table = isinstance(target, ast.Name) and target.id == "HOOKS"
+        is_table = isinstance(target, ast.Name) and target.id.endswith("HOOKS")
         for inner in ast.walk(node) if is_call or is_table else ():
             if isinstance(inner, ast.Dict):
                 yield from (key.value for key in inner.keys if isinstance(key, ast.Constant))
