@@ -31,7 +31,7 @@ def looked_up(source: str, function: str) -> Iterator[Any]:
 
 
 def installed(source: str) -> Iterator[Any]:
-    """Keys of hooks that ``source`` installs: in calls of ``install_hooks`` and in tables whose names end with ``HOOKS``."""
+    """Keys of hooks that ``source`` installs: in calls of ``install_hooks`` and in tables named ``…HOOKS``."""
     for node in ast.walk(ast.parse(source)):
         is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("install_hooks")
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
