@@ -26,7 +26,7 @@ from nvfp4_sgl.model.contract import PassKind, PassRequest, Slots
 from nvfp4_sgl.model.layer import Block, Walk
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
-from nvfp4_sgl.targets.fused import compile_ahead, gemm_bf16, gemm_planner
+from nvfp4_sgl.targets.fused import attention, compile_ahead, gemm_bf16, gemm_planner
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import MAX_TOKENS
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
 from nvfp4_sgl.triton_kernels.common import chip
@@ -217,6 +217,23 @@ def test_an_eager_decode_pass_is_laid_out_as_a_captured_one(model: Standalone):
         assert eager.plan.entry_slots.shape == captured.plan.entry_slots.shape
         assert eager.plan.batch.pages.shape == captured.plan.batch.pages.shape
         assert eager.scores.shape == captured.scores.shape
+
+
+@pytest.mark.parametrize("kind", [PassKind.DECODE, PassKind.VERIFY, PassKind.EXTEND], ids=lambda kind: kind.name)
+def test_ratio_128_is_tiled_for_short_sequences_where_a_graph_may_hold_it(
+    kind: PassKind, model: Standalone, monkeypatch: pytest.MonkeyPatch
+):
+    """Its columns are those of the longest sequence in passes that verify, too."""
+    model.reset()
+    work, expected = model.begin({0: [7]}), []
+    added = torch.ones(1, dtype=torch.int32) if kind is PassKind.EXTEND else None
+    request = replace(work.request, kind=kind, added=added)
+    monkeypatch.setattr(attention, "sparse_attention", lambda *given, **more: expected.append(more["expected_extra"]))
+    with dry_launches():
+        model.forward(replace(work, request=request, step=model.planner.plan(request)))
+    few = attention.HCA_ENTRIES if kind.is_by_size else None
+    assert expected == [few if model.config.kind(layer) is LayerKind.HCA else None for layer in LAYERS]
+    assert LayerKind.HCA in model.config.layer_kinds
 
 
 def test_graphs_of_more_tokens_than_were_reserved_are_refused(model: Standalone):

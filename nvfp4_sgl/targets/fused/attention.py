@@ -27,9 +27,9 @@ from nvfp4_sgl.triton_kernels.indexer.topk import select_entries
 from nvfp4_sgl.weights.source import frozen
 
 HCA_ENTRIES = 128
-"""Most ratio-128 entries, those of 16,384 tokens, that HCA's attention is tiled for in decode. A graph has columns for
-the longest context, but its requests are mostly short: 16 requests with 8 entries take 14.2 µs instead of 16.6
-(``launch/results/tunings_h200.md``)."""
+"""Most ratio-128 entries, those of 16,384 tokens, that HCA's attention is tiled for where a graph may hold it. A graph
+has columns for the longest context, but its requests are mostly short: 16 requests with 8 entries take 14.2 µs instead
+of 16.6 (``launch/results/tunings_h200.md``)."""
 
 
 def packed(rows: RowStore | None) -> Entries:
@@ -212,7 +212,7 @@ class FusedAttentionCore(nn.Module):
             out=out,
             out_rows=rows,
             owners=None if plan.batch.is_decode or plan.is_block or chooses else plan.batch.owners,
-            expected_extra=HCA_ENTRIES if self._kind is LayerKind.HCA and plan.batch.is_decode else None,
+            expected_extra=HCA_ENTRIES if self._kind is LayerKind.HCA and step.is_by_size else None,
         )
         values = None if out is None else out.view(tokens, self._groups, width)
         if rows is None and values is not None:

@@ -110,6 +110,7 @@ class Step:
         candidates: workspace of the selection of ratio-4 entries.
         planned: the number of tokens that a choice goes by.
         rings: rows of the compressors' state rings.
+        is_by_size: whether all sizes follow from the numbers of tokens and requests, for the longest sequence.
     """
 
     plan: Plan
@@ -123,6 +124,7 @@ class Step:
     candidates: Candidates
     planned: Mapping[Choice, int]
     rings: Rings
+    is_by_size: bool
 
     @classmethod
     def allocate(
@@ -184,6 +186,7 @@ class Step:
             candidates,
             {choice: policy.tokens(choice, tokens) for choice in (Choice.ATTENTION, Choice.SMALL_GEMM, Choice.INPUTS)},
             rings,
+            kind.is_by_size,
         )
 
     @staticmethod
