@@ -6,7 +6,7 @@ What is refused is decided by the reader that a server loads with, tensor by ten
 * a *note* is a matrix of which many block scales are the largest that E4M3 holds. Evenly distributed weights have that,
   too: a comparison with the source tells (:mod:`.compare`).
 
-``input_scale`` and draft layers are not read, as a server does not read them.
+``input_scale`` is not read, as a server does not read it. A draft is scanned by itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from nvfp4_sgl.checkpoint import values
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.decoders import Part
+from nvfp4_sgl.checkpoint.drafts import Draft
 from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.names import Role, TensorSpec, tensor_specs
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
@@ -135,6 +136,7 @@ def scan(
     threads: int | None = None,
     progress: TextIO | None = None,
     files: StoredFiles | None = None,
+    draft: Draft | None = None,
 ) -> Scan:
     """Read all tensors of the decoder, or with ``whole=False`` the scales of its matrices alone.
 
@@ -145,8 +147,9 @@ def scan(
         threads: the cores of this process unless given.
         progress: where progress lines go after five seconds; stderr unless given.
         files: where the bytes come from; mapped unless given.
+        draft: what is read in place of the decoder; its scales are not counted.
     """
-    worker = _Worker(verified, whole, files)
+    worker = _Worker(verified, whole, files, draft)
     total = sum(worker.nbytes(spec) for spec in worker.specs)
     worker.sweep = Sweep([worker.reader], total, "reading", progress)
     result = Scan(whole)
@@ -166,11 +169,12 @@ class _Worker:
 
     sweep: Sweep
 
-    def __init__(self, verified: Verified, whole: bool, files: StoredFiles | None):
-        self._inventory, self._whole = verified.inventory, whole
-        self._storages = verified.summary.storages
+    def __init__(self, verified: Verified, whole: bool, files: StoredFiles | None, draft: Draft | None = None):
+        self._inventory, self._whole, self._draft = verified.inventory, whole, draft
+        self._storages = draft.storages if draft else verified.summary.storages
+        tensors = draft.specs if draft else tensor_specs(verified.config)
         self.reader = verified.reader() if files is None else CheckpointReader(verified.inventory, files)
-        specs = [spec for spec in tensor_specs(verified.config).values() if whole or spec.role.is_matrix]
+        specs = [spec for spec in tensors.values() if whole or spec.role.is_matrix]
         self.specs = sorted(specs, key=self._place)
 
     def nbytes(self, spec: TensorSpec) -> int:
@@ -222,8 +226,9 @@ class _Worker:
         stored = self.reader.read_unchecked(name)
         scales = stored.reciprocal() if part.rule is values.inverse_global_scale else stored
         range = ScaleRange.of(scales)
-        key = ScaleKey(MatrixClass.of(stem), storage, "global" if part.unit is None else "block")
-        found.scales[key] = range
+        if self._draft is None:
+            key = ScaleKey(MatrixClass.of(stem), storage, "global" if part.unit is None else "block")
+            found.scales[key] = range
         self._check(name, stored, found)
         if range.saturated > SATURATED_COUNT and range.saturated > SATURATED_SHARE * range.count:
             share = f"{range.saturated} of {range.count} block scales are 448, the largest of E4M3"

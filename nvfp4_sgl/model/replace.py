@@ -18,6 +18,7 @@ from nvfp4_sgl.errors import CheckpointError, Nvfp4SglError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder, final_collapse
 from nvfp4_sgl.model.layer import Block
+from nvfp4_sgl.model.mtp import MtpDraft
 
 BOOKKEEPING = frozenset(vars(nn.Module()))
 """Attributes of every module that hold hooks and flags; parameters, buffers and modules are looked at by themselves."""
@@ -46,6 +47,12 @@ def replace_weights(decoder: Decoder, context: Context) -> None:
     if decoder.hc_head is not None:
         _replace("hc_head", decoder.hc_head, lambda: final_collapse(context))
     decoder.context = context
+
+
+def replace_draft(draft: MtpDraft, context: Context) -> None:
+    """The same of a draft: every tensor again, into where it is."""
+    _replace("mtp.0", draft, lambda: MtpDraft(context))
+    draft.context = context
 
 
 def workspace_bytes(decoder: Decoder) -> int:

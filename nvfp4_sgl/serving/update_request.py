@@ -43,6 +43,9 @@ HONOURED: Mapping[str, tuple[Any, ...] | None] = {
 }
 """Fields of the request and the values that are taken; ``None``: any."""
 
+DRAFT_UPDATED = ("EAGLE", "cpu")
+"""``--speculative-algorithm`` and ``--device``, as resolved, of servers whose draft is replaced with the model."""
+
 SHOWN = 8
 """Findings that an answer lists at most."""
 
@@ -143,20 +146,28 @@ def check_checkpoint(directory: str | Path) -> Verified:
     check_fits(arguments.verified_at_start(), found)
     check_tokenizer(found.inventory.directory)
     # Half of the cores: requests are being served meanwhile. Not mapped: a file that is cut short must not end them.
-    result = scan(found, threads=max(1, available_cores() // 2), progress=io.StringIO(), files=ReadFiles())
-    if result.problems:
-        raise CheckpointError(f"{directory}: {listed([problem.message for problem in result.problems])}")
+    how: Any = {"threads": max(1, available_cores() // 2), "progress": io.StringIO()}
+    problems = scan(found, files=ReadFiles(), **how).problems
+    if settings.draft_algorithm() is not None:
+        problems += scan(found, files=ReadFiles(), draft=found.draft(), **how).problems
+    if problems:
+        raise CheckpointError(f"{directory}: {listed([problem.message for problem in problems])}")
     logger.info("nvfp4_sgl: update: %s verified, %.1f s", directory, time.monotonic() - started)
     return found
 
 
 def check_fits(served: Verified, found: Verified) -> None:
-    """UnsupportedError unless ``found`` differs from ``served`` in values alone; names what else differs."""
-    if settings.draft_algorithm() is not None:
-        raise UnsupportedError("update of weights with --speculative-algorithm: not implemented; restart the server")
+    """UnsupportedError unless ``found`` differs from ``served`` in values alone, its draft's included where one is
+    served; names what else differs."""
+    algorithm, device = settings.draft_algorithm(), settings.resolved("device")
+    if algorithm is not None and (algorithm, device) != DRAFT_UPDATED:
+        raise UnsupportedError(
+            f"update of weights with --speculative-algorithm {algorithm} on {device}: not implemented; restart the"
+            " server"
+        )
     if served.is_dummy:
         raise UnsupportedError("the server has random weights (--load-format dummy): restart it with a checkpoint")
-    if other := differences(served, found, arguments.resolved_overrides()):
+    if other := differences(served, found, arguments.resolved_overrides(), drafted=algorithm is not None):
         raise UnsupportedError(
             f"{found.inventory.directory}: not the model that is served: {listed(other)}; expected other values"
             " alone: start a second server for it"

@@ -38,6 +38,8 @@ def replace_weights(original: Callable[..., Any], updater: Any, request: Any) ->
     try:
         wait_for_device(model)
         model.replace_weights(found)
+        for draft in weight_updates.drafts(updater):
+            draft.replace_weights(found)
         wait_for_device(model)
         if not weight_updates.finish_update(updater, request):
             raise CheckpointError("the prefix cache could not be emptied")

@@ -13,6 +13,8 @@ from torch import nn
 
 from nvfp4_sgl import cli, doctor
 from nvfp4_sgl.checkpoint.drafts import DraftKind, draft_kind, verify_draft
+from nvfp4_sgl.checkpoint.interchange import differences
+from nvfp4_sgl.checkpoint.scan import scan
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError
@@ -27,7 +29,7 @@ from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat
 from nvfp4_sgl.targets import reference
 from nvfp4_sgl.weights.parallel import Ownership
-from tests.support.damage import change_json, copy_checkpoint
+from tests.support.damage import change_json, change_tensor, copy_checkpoint, set_byte
 from tests.support.held import held_bytes
 
 BUNDLING = [format for format in TinyFormat if format is not TinyFormat.COMPRESSED_TENSORS]
@@ -186,3 +188,29 @@ def test_the_command_writes_each(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)["draft"] == TinyDraft.MTP.value
     refused = ["tiny", str(tmp_path / "other"), "--format", "compressed-tensors", "--draft", "mtp"]
     assert cli.main(refused) == 2 and "draft mtp: expected none" in capsys.readouterr().err
+
+
+def test_values_of_a_draft_are_scanned(written: Any, tmp_path: Path) -> None:
+    """By themselves: the decoder's are right."""
+    path = copy_checkpoint(written(TinyFormat.DEEPSEEK, TinyDraft.DSPARK), tmp_path / "copy")
+    verified = verify(path)
+    assert not scan(verified, draft=verified.draft()).problems
+    for name in ("mtp.0.main_proj.weight", "mtp.1.ffn.experts.2.w1.scale", "mtp.2.norm.weight"):
+        change_tensor(path, name, set_byte(1, 0xFF))
+    verified = verify(path)
+    wrong = {problem.tensor for problem in scan(verified, draft=verified.draft()).problems}
+    assert wrong >= {"mtp.0.main_proj.weight", "mtp.1.ffn.experts.2.w1.scale", "mtp.2.norm.weight"}
+    assert not scan(verified).problems
+
+
+def test_drafts_that_cannot_replace_each_other(written: Any, tmp_path: Path) -> None:
+    """Where one is served; otherwise they do not count."""
+    mtp, dspark, none = (verify(written(TinyFormat.NVFP4_FULL, draft)) for draft in (*KINDS, TinyDraft.NONE))
+    assert not differences(mtp, mtp, drafted=True) and not differences(mtp, none)
+    assert differences(mtp, none, drafted=True) == ["draft: served MTP, found none"]
+    assert differences(mtp, dspark, drafted=True)[0] == "draft: served MTP, found DSpark"
+    path = copy_checkpoint(written(TinyFormat.NVFP4_FULL, TinyDraft.DSPARK), tmp_path / "copy")
+    change_json(path / "config.json", lambda config: config.update(dspark_noise_token_id=3))
+    assert differences(dspark, verify(path), drafted=True) == [
+        "config.json: field 'dspark_noise_token_id': served 2, found 3"
+    ]

@@ -18,13 +18,15 @@ from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
-from nvfp4_sgl.model.replace import pairs, replace_weights, workspace_bytes
+from nvfp4_sgl.model.mtp import MtpDraft
+from nvfp4_sgl.model.replace import pairs, replace_draft, replace_weights, workspace_bytes
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.choose import choose
 from nvfp4_sgl.targets.target import modes, words
 from nvfp4_sgl.weights.parallel import TensorParallel
+from tests.support import held
 from tests.support.damage import change_tensor, copy_checkpoint, file_of, set_byte
 
 SHAPES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 6}
@@ -137,6 +139,17 @@ def test_error_names_tensor_and_file(pair: Pair, tmp_path: Path) -> None:
         replace_weights(decoder, context_of(path, "cpu"))
     assert file_of(path, name).name in str(error.value)
     assert [torch.equal(*both) for both in zip(before, queries(), strict=True)] == [False, True, True]
+
+
+def test_a_draft_is_replaced(pair: Pair) -> None:
+    """Every tensor, where it is."""
+    old, new = pair(FULL)
+    draft, expected = (MtpDraft(context_of(path, "cpu")) for path in (old, new))
+    before = [tensor.data_ptr() for tensor in held.tensors(draft)]
+    replace_draft(draft, context_of(new, "cpu"))
+    both = list(zip(held.tensors(draft), held.tensors(expected), strict=True))
+    assert len(both) > 20 and all(torch.equal(*each) for each in both)
+    assert [tensor.data_ptr() for tensor in held.tensors(draft)] == before
 
 
 def test_what_is_built_otherwise_is_refused() -> None:

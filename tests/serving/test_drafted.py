@@ -21,6 +21,7 @@ import torch
 
 from nvfp4_sgl.config import read_config_json
 from nvfp4_sgl.standalone import Standalone
+from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.packaging.checkout import ROOT
 from tests.serving.conftest import FAULTS
 from tests.support.given_up import Plan, check_nothing_is_left, wait_until_idle
@@ -29,6 +30,7 @@ from tests.support.metrics import scrape, value
 from tests.support.prompts import draw_ids
 from tests.support.sampling import allowed, ask, require_bias, require_penalties
 from tests.support.server import Server
+from tests.support.updates import until, update
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
@@ -135,6 +137,29 @@ def test_guesses_right_and_wrong(
     assert 1.2 < found["meta_info"]["spec_accept_length"] < 3.5
 
 
+@pytest.mark.parametrize("right", range(STEPS + 1))
+def test_every_length_of_a_round(
+    server: Server, decoder: Standalone, guess: Guess, answer: list[int], right: int
+) -> None:
+    """As many guesses of every round are right, and the next one is not."""
+    first = len(PROMPT) + 1
+    wrong = [*range(first + right, 256, right + 1)] if right < STEPS else []
+    guess([[*PROMPT, *answer]], wrong)
+    found = server.generate(PROMPT, TOKENS)
+    assert check(decoder, PROMPT, found) == answer
+    assert found["meta_info"]["spec_verify_ct"] == -(-(TOKENS - 1) // (right + 1))
+
+
+@pytest.mark.parametrize(("step", "offset"), [(step, offset) for step in (1, 2, 4) for offset in range(step)])
+def test_rejections_around_the_end_of_a_window(
+    server: Server, decoder: Standalone, guess: Guess, answer: list[int], step: int, offset: int
+) -> None:
+    """At positions 120 to 136, each residue of 4 among them, in each row of a round."""
+    guess([[*PROMPT, *answer]], range(120 + offset, 137, step))
+    found = server.generate(PROMPT, 40)
+    assert check(decoder, PROMPT, found) == answer[:40]
+
+
 def test_wrong_guesses(server: Server, decoder: Standalone, guess: Guess, answer: list[int]) -> None:
     guess([[*PROMPT, *answer]], range(256))
     found = server.generate(PROMPT, TOKENS)
@@ -154,6 +179,18 @@ def test_sixteen_requests_at_once(server: Server, decoder: Standalone, guess: Gu
     first = answers()
     guess([[*ids, *found] for ids, found in zip(prompts, first, strict=True)], range(0, 256, 5))
     assert answers() == first
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"), [(2100, 40), pytest.param(100, 10_000, marks=(pytest.mark.full, pytest.mark.timeout(7200)))]
+)
+def test_far_into_a_sequence(server: Server, checkpoint: Path, guess: Guess, prompt: int, tokens: int) -> None:
+    """A prompt of several chunks, or a long answer; guesses are random at first, then right and wrong."""
+    ids, decoder = draw_ids(prompt, 17, 512), Standalone(checkpoint, requests=1, capacity=prompt + tokens)
+    first = check(decoder, ids, server.generate(ids, tokens))
+    guess([[*ids, *first]], range(0, 256, 5))
+    found = server.generate(ids, tokens)
+    assert check(decoder, ids, found) == first and found["meta_info"]["spec_accept_length"] > 1.5
 
 
 def test_chunks_and_cached_pages(server: Server) -> None:
@@ -206,6 +243,22 @@ def test_several_answers(server: Server, guess: Guess, answer: list[int]) -> Non
     sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True, "n": 3}
     found = server.post("/generate", {"input_ids": PROMPT, "sampling_params": sampling})
     assert [one["output_ids"] for one in found] == [answer] * 3
+
+
+def test_several_sampled_answers(server: Server, checkpoint: Path, guess: Guess, answer: list[int]) -> None:
+    """Each draws for itself; seeds are refused by name, as by servers without drafts."""
+    guess([[*PROMPT, *answer]], range(0, 256, 3))
+    sampling = {"temperature": 1.0, "top_k": 3, "max_new_tokens": 20, "ignore_eos": True, "n": 3}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 3}
+    found = server.post("/generate", body)
+    assert len({tuple(one["output_ids"]) for one in found}) == 3
+    for one in found:
+        tops = one["meta_info"]["output_top_logprobs"]
+        for token, top in zip(one["output_ids"], tops, strict=True):
+            assert token in {likely for _, likely, _ in top}
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.generate(PROMPT, 5, sampling_seed=1)
+    assert error.value.code == 400 and "sampling_seed" in error.value.read().decode()
 
 
 def test_sampling(server: Server, checkpoint: Path, guess: Guess, answer: list[int]) -> None:
@@ -264,6 +317,57 @@ def test_logits_that_are_not_finite(server: Server, planted: Path, guess: Guess,
     before.assert_same(Golden.ask(server))
 
 
+def test_an_abort_in_the_middle_of_a_round(server: Server, planted: Path, guess: Guess, answer: list[int]) -> None:
+    """While a pass over several of its tokens runs; its neighbour in the batch is answered."""
+    guess([[*PROMPT, *answer]])
+    place = next(n for n in range(20, TOKENS) if answer[n] not in (*PROMPT, *answer[:n]))
+    other = [token for token in draw_ids(50, 3, 512) if token != answer[place]]
+    held = planted / "HELD"
+    before = server.generate(other, 30, logit_bias={str(answer[place]): -100})["output_ids"]
+    (planted / "HOLD").write_text(str(answer[place]))
+    body = {"input_ids": PROMPT, "rid": "held", "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS}}
+    body["sampling_params"]["ignore_eos"] = True
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            ended = threads.submit(server.post, "/generate", body)
+            beside = threads.submit(server.generate, other, 30, logit_bias={str(answer[place]): -100})
+            until(held.exists)
+            server.command("/abort_request", {"rid": "held"})
+            held.unlink()
+            found = ended.result()
+            assert found["meta_info"]["finish_reason"]["type"] == "abort"
+            assert found["output_ids"] == answer[: len(found["output_ids"])] and len(found["output_ids"]) < TOKENS
+            assert beside.result()["output_ids"] == before
+    finally:
+        for file in (held, planted / "HOLD"):
+            file.unlink(missing_ok=True)
+    wait_until_idle(server)
+    check_nothing_is_left(server)
+
+
+def test_details_of_a_chat(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "return_spec_tokens_details": True}
+    details = server.post("/v1/chat/completions", body)["sglext"]["spec_tokens_details"]
+    assert details["spec_verify_ct"] > 0 and details["spec_accept_length"] >= 1
+
+
+def test_an_update_of_model_and_draft(
+    server: Server, checkpoint: Path, decoder: Standalone, answer: list[int], tmp_path: Path
+) -> None:
+    """Both are replaced by those of another checkpoint, and one without a draft is refused by name."""
+    write_tiny(tmp_path / "none", "nvfp4-full", seed=2, draft="none")
+    status, message = update(server, tmp_path / "none")
+    assert status == 400 and "draft: served MTP, found none" in message
+    write_tiny(tmp_path / "other", "nvfp4-full", seed=2)
+    try:
+        assert update(server, tmp_path / "other")[0] == 200
+        other = Standalone(tmp_path / "other", requests=1, capacity=1024)
+        assert check(other, PROMPT, server.generate(PROMPT, TOKENS)) != answer
+    finally:
+        assert update(server, checkpoint)[0] == 200
+    assert check(decoder, PROMPT, server.generate(PROMPT, TOKENS)) == answer
+
+
 def test_requests_that_are_given_up(server: Server) -> None:
     rng = random.Random(7)
     plans = [Plan.draw(number, rng) for number in range(32)]
@@ -309,9 +413,10 @@ def test_programs_say_what_rounds_gave(server: Server, tmp_path: Path, capsys: p
 
 
 def test_a_trained_draft(serve: Callable[..., Server]) -> None:
-    """The small model's own: many guesses are right, and answers are the decoder's."""
+    """The small model's own: many guesses are right, behind prompts of two chunks, and answers are the decoder's."""
     model = ROOT / "examples" / "small_model"
-    server = serve(model, "--speculative-algorithm", "NEXTN", "--speculative-num-steps", "1")
+    flags = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "1", "--chunked-prefill-size", "256")
+    server = serve(model, *flags)
     decoder = Standalone(model, requests=1, capacity=1024)
     rounds = 0
     for document in measure.far_documents(3):

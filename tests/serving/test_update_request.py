@@ -103,7 +103,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
 
 def replace(model: Model, *, idle: bool = True) -> Any:
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
-    updater = SimpleNamespace(tp_worker=worker, is_fully_idle=lambda: idle)
+    updater = SimpleNamespace(tp_worker=worker, draft_worker=None, is_fully_idle=lambda: idle)
     return update_weights.replace_weights(lambda *args: None, updater, SimpleNamespace(model_path="DIR"))
 
 
@@ -134,3 +134,11 @@ def test_what_fails_after_the_first_tensor_ends_the_process(
     first, second = capfd.readouterr().err.strip().splitlines()
     assert "failed half-way" in first and "tensor 'x' in FILE" in first
     assert "failed half-way" in second and "prefix cache" in second
+
+
+@pytest.mark.parametrize(("algorithm", "device"), [("DSPARK", "cpu"), ("EAGLE", "cuda")])
+def test_drafts_that_are_not_replaced(algorithm: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "draft_algorithm", lambda: algorithm)
+    monkeypatch.setattr(settings, "resolved", lambda name: device)
+    with pytest.raises(UnsupportedError, match=f"{algorithm} on {device}: not implemented; restart the server"):
+        update_request.check_fits(SimpleNamespace(is_dummy=False), None)  # type: ignore[arg-type]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.mtp import MtpDraft
+from nvfp4_sgl.model.replace import replace_draft
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import arguments, stages
 from nvfp4_sgl.serving.model import OTHER_UPDATES, make_logits_processor, planned_backend, rank_context
@@ -70,6 +73,19 @@ class MtpForCausalLM(nn.Module):
             self.draft = MtpDraft(rank_context(reader, self.model_config, self.choice, like, self.uniform_experts))
             reader.finish()
             words.append(f"MTP block, {reader.nbytes / 1e9:.2f} GB stored")
+
+    @torch.no_grad()
+    def replace_weights(self, found: Verified) -> None:
+        """Load the draft of ``found``, which differs from the served one in values alone, into what is there.
+
+        Raises:
+            CheckpointError: something could not be read; what came before it is replaced, so nothing must run any more.
+        """
+        assert self.draft is not None, "load_weights has not run"
+        reader = found.draft_reader(self.context.device)
+        replace_draft(self.draft, replace(self.context, source=reader))
+        reader.finish()
+        self.verified = found
 
     @torch.no_grad()
     def forward(

@@ -22,6 +22,13 @@ def gather(updater: Any, value: Any) -> list[Any]:
     return found
 
 
+def drafts(updater: Any) -> list[Any]:
+    """The draft models that this scheduler runs beside the target; none if nothing is drafted."""
+    if updater.draft_worker is None:
+        return []
+    return [runner.model for _, runner in updater.draft_worker.weight_update_runners()]
+
+
 def finish_update(updater: Any, request: Any) -> bool:
     """Say in this scheduler which checkpoint and version it serves, and forget the prefix cache; whether it could."""
     settings.replace("update_weights", model_path=request.model_path)

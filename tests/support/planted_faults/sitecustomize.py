@@ -143,7 +143,7 @@ def _guesses(model):
     model.MtpForCausalLM.forward = forward
 
 
-MAX_SEQUENCES, MAX_LENGTH = 32, 2048
+MAX_SEQUENCES, MAX_LENGTH = 32, 1 << 14
 """Of what is guessed by."""
 
 
