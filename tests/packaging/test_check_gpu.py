@@ -278,7 +278,7 @@ def test_commands_of_parts():
     assert gemms[:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert gemms[-3:] == ["-m", "sanitized", "tests/gpu/test_w4a16_gemms.py"]
     assert all((ROOT / part.file).exists() for part in resumable_tests.parts())
-    assert [part.gpus for part in resumable_tests.parts(["kernels", "server", "pair"])][-16:] == [*10 * [1], *6 * [2]]
+    assert [part.gpus for part in resumable_tests.parts(["kernels", "server", "pair"])][-16:] == [*9 * [1], *7 * [2]]
 
 
 def test_every_part_of_a_sanitizer_has_tests():
