@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE, ModelConfig
+from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE, DSPARK_ARCHITECTURE, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.extensions import added, imported
 
@@ -38,6 +38,7 @@ class Architecture:
         read: its reader of config.json.
         class_in: ``module:class`` that SGLang instantiates: DeepSeek-V4's, or one derived from it.
         draft: SGLang's name of its draft; empty if it has none. draft_in: ``module:class`` of the draft.
+        dspark, dspark_in: the same of its DSpark draft.
     """
 
     name: str
@@ -45,14 +46,21 @@ class Architecture:
     class_in: str = "nvfp4_sgl.serving.model:DeepseekV4ForCausalLM"
     draft: str = ""
     draft_in: str = "nvfp4_sgl.serving.drafts.model:MtpForCausalLM"
+    dspark: str = ""
+    dspark_in: str = "nvfp4_sgl.serving.drafts.dspark_model:DsparkForCausalLM"
+
+    @property
+    def names(self) -> list[str]:
+        """SGLang's names of it and of its drafts."""
+        return [name for name in (self.name, self.draft, self.dspark) if name]
 
     def classes(self) -> dict[str, Any]:
         """The classes that SGLang instantiates, by the names it knows; imports them."""
-        found = {self.name: imported(self.class_in)}
-        return found | {self.draft: imported(self.draft_in)} if self.draft else found
+        places = {self.name: self.class_in, self.draft: self.draft_in, self.dspark: self.dspark_in}
+        return {name: imported(places[name]) for name in self.names}
 
 
-DEEPSEEK_V4 = Architecture(ARCHITECTURE, ModelConfig.from_dict, draft=DRAFT_ARCHITECTURE)
+DEEPSEEK_V4 = Architecture(ARCHITECTURE, ModelConfig.from_dict, draft=DRAFT_ARCHITECTURE, dspark=DSPARK_ARCHITECTURE)
 
 
 @functools.cache
@@ -64,8 +72,8 @@ def architectures() -> tuple[Architecture, ...]:
     """
     found = [DEEPSEEK_V4]
     for where, each in added(GROUP, Architecture):
-        known = {name for one in found for name in (one.name, one.draft) if name}
-        if known & {each.name, each.draft}:
+        known = {name for one in found for name in one.names}
+        if known & {*each.names}:
             raise UnsupportedError(f"{where}: expected an architecture that is not there, found {each.name} again")
         found.append(each)
     return tuple(found)
@@ -86,5 +94,5 @@ def read_config(raw: Mapping[str, Any], *, source: str = "config.json") -> Model
 def is_served(names: object, *, drafts: bool = False) -> bool:
     """Whether ``architectures`` of a config.json, whatever it is, names one that is served; with ``drafts``, or its
     draft."""
-    known = {name for each in architectures() for name in (each.name, each.draft if drafts else "") if name}
+    known = {name for each in architectures() for name in (each.names if drafts else [each.name])}
     return isinstance(names, list | tuple) and any(isinstance(name, str) and name in known for name in names)

@@ -168,6 +168,8 @@ class ModelConfig:
 
 DRAFT_ARCHITECTURE = "DeepseekV4ForCausalLMNextN"
 """What SGLang calls the MTP draft of a checkpoint of :data:`ARCHITECTURE`."""
+DSPARK_ARCHITECTURE = "DeepseekV4ForCausalLMDSpark"
+"""What it calls the DSpark draft."""
 
 
 def require_checkpoint(path: str | Path) -> Path:

@@ -270,7 +270,10 @@ def examine_checkpoint(report: Report, directory: Path, plan: ServerFlags) -> No
 
 def examine_draft(report: Report, verified: Verified, plan: ServerFlags) -> Draft | None:
     """Say what is bundled for drafting, and check that ``plan`` can have it; the draft of a server of ``plan``."""
-    flags = {f"speculative_{name}": None for name in ("draft_model_path", "eagle_topk", "num_draft_tokens")}
+    flags = {
+        f"speculative_{name}": None
+        for name in ("draft_model_path", "eagle_topk", "num_draft_tokens", "dspark_block_size")
+    }
     given: dict[str, Any] = flags | {
         "speculative_algorithm": plan.algorithm,
         "speculative_num_steps": plan.steps,

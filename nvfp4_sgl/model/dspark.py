@@ -13,7 +13,7 @@ from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context, Form, SiteNames
 from nvfp4_sgl.model.layer import Block, Walk
-from nvfp4_sgl.ops.drafts import draft_greedily
+from nvfp4_sgl.ops.drafts import draft_greedily, markov_bias
 from nvfp4_sgl.weights.gemms import DraftMatrices
 from nvfp4_sgl.weights.source import frozen
 
@@ -22,6 +22,9 @@ class DsparkDraft(nn.Module):
     """Construction loads ``mtp.*`` but the confidence head, which static verification does not ask.
 
     Embedding and LM head are the target's.
+
+    Attributes:
+        unused: matrices of the checkpoint that are not loaded, by their names without suffix.
 
     Raises:
         UnsupportedError: the target of ``context`` does not draft so.
@@ -40,6 +43,7 @@ class DsparkDraft(nn.Module):
         self.stages = nn.ModuleList(Block(context, layer) for layer in layers)
         names = SiteNames(f"{last}.hc_head", f"{last}.norm.weight", 0)
         self.hc_head = context.boundaries.site(context, names, Form.VALUES)
+        self.unused = (f"{last}.confidence_head.proj",)
         self.w1, self.w2 = (
             frozen(context.read(f"{last}.markov_head.{name}.weight")) for name in ("markov_w1", "markov_w2")
         )
@@ -48,7 +52,7 @@ class DsparkDraft(nn.Module):
         """Write what every stage keeps of tokens that the target has processed.
 
         Args:
-            captured: [T, n, d], the target's streams behind each of its captured layers.
+            captured: [T, n, d], the target's streams behind each of its captured layers; n is 1 where they are means.
             step: the planned pass, at the tokens' positions.
             caches: of each stage.
         """
@@ -73,6 +77,10 @@ class DsparkDraft(nn.Module):
         ]
         tokens = self.context.tokens(len(token_ids))
         return Walk(sublayers, self.hc_head, streams, step, tokens).finish().x.require_values()
+
+    def bias(self, previous: Tensor) -> Tensor:
+        """The bias of logits by the tokens before, int [B]: fp32 [B, vocabulary]."""
+        return markov_bias(previous, self.w1, self.w2)
 
     def choose(self, logits: Tensor, anchor: Tensor) -> Tensor:
         """Greedy tokens int64 [B, block], from the LM head's logits [B, block, vocabulary] and int [B] anchors."""

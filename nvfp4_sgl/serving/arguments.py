@@ -113,6 +113,7 @@ def preflight(server_args: Any) -> None:
     verified = served(given["model_path"], given["load_format"], overrides)
     check_target(given, {**verified.raw, **overrides}, verified.config, verified.inventory)
     checks.check_draft(given, verified, detect_target(), overrides)
+    checks.prepare_environment(given)
     check_files_beside(given, verified.config.vocab_size)
     _verified_at_start.append(verified)
     bind_threads(given["tp_size"])
@@ -126,7 +127,7 @@ def preflight(server_args: Any) -> None:
         # SGLang would take float16 where config.json has no torch_dtype, or float32.
         declared["dtype"] = GPU_DTYPE
     # The count of cached tokens is there in any case; this only lets answers say it.
-    settings.declare(server_args, BACKEND, enable_cache_report=True, **declared, **checks.declared(given))
+    settings.declare(server_args, BACKEND, enable_cache_report=True, **declared, **checks.declared(given, verified))
 
 
 def check_files_beside(given: Mapping[str, Any], vocab_size: int) -> None:

@@ -7,7 +7,7 @@ loader behind SGLang's ``load_weights``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.model.capture import captured_means
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.replace import replace_weights
@@ -67,6 +68,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.logits_processor = make_logits_processor(config)
         self.start_layer, self.end_layer = 0, self.model_config.num_hidden_layers
         self.feeds_draft = settings.draft_algorithm() is not None
+        self.captured: tuple[int, ...] = ()
         self.decoder: Decoder | None = None
         self.recorder: Recorder | None = None
 
@@ -78,6 +80,15 @@ class DeepseekV4ForCausalLM(nn.Module):
         """The context that the decoder was built from."""
         assert self.decoder is not None, "load_weights has not run"
         return self.decoder.context
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """What SGLang calls :attr:`head`."""
+        return self.head
+
+    def set_dspark_layers_to_capture(self, layers: Sequence[int]) -> None:
+        """Give a DSpark draft the mean streams behind ``layers``; SGLang calls this before graphs are captured."""
+        self.captured = tuple(layers)
 
     def get_embed_and_head(self) -> tuple[nn.Module, nn.Module]:
         """The modules that a draft shares, which :class:`~.drafts.model.MtpForCausalLM` takes."""
@@ -147,17 +158,28 @@ class DeepseekV4ForCausalLM(nn.Module):
         assert self.decoder is not None, "load_weights has not run"
         backend = planned_backend()
         input_ids.clamp_(min=0)  # a request that has failed (finite_logits.FAILED) may be in its next pass already
-        streams = None
+        streams = means = None
         if backend.plan is None:
             hidden = self.embed(input_ids)
         else:
             embedded = self._streams(input_ids, input_embeds)
             with self._recorded(input_ids, positions):
-                walk = self.decoder.walk(embedded, input_ids, backend.plan, backend.caches).finish()
+                walk = self.decoder.walk(embedded, input_ids, backend.plan, backend.caches)
+                if self.captured:
+                    means = captured_means(walk, self.captured)
+                else:
+                    walk.finish()
             hidden = walk.x.require_values()
-            if self.feeds_draft:
+            if self.feeds_draft and not self.captured:
                 streams = walk.all_streams().flatten(1)
-        return self.logits_processor(input_ids, hidden, self.head, forward_batch, hidden_states_before_norm=streams)
+        return self.logits_processor(
+            input_ids,
+            hidden,
+            self.head,
+            forward_batch,
+            aux_hidden_states=means,
+            hidden_states_before_norm=streams,
+        )
 
     def _recorded(self, token_ids: Tensor, positions: Tensor) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.recording(token_ids, positions)

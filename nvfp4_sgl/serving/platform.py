@@ -40,7 +40,7 @@ class CpuReferencePlatform(find("CpuDeviceMixin"), find("SRTPlatform")):  # type
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """For our architecture alone: drafts of others need kernels."""
-        return algorithm == "EAGLE" and arguments.serves_ours()
+        return algorithm in ("EAGLE", "DSPARK") and arguments.serves_ours()
 
     def get_speculative_cache_locs_fn(self) -> Any:
         return chain.cache_locs

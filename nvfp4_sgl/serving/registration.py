@@ -33,6 +33,7 @@ from nvfp4_sgl.serving import (
     tool_calls,
     update_request,
 )
+from nvfp4_sgl.serving.drafts import dspark_arguments
 from nvfp4_sgl.serving.sglang import hooking, ledger
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def register_all() -> None:
                 "prepare_arguments": resolution.prepare,
                 "resolve_arguments": resolution.resolve,
                 "check_arguments": resolution.resolve,
+                "resolve_dspark": dspark_arguments.resolve,
                 "launch_server": arguments.launch_server,
                 "run_http_server": guard.serve_guarded,
                 "warm_up_server": stages.warm_up_server,

@@ -36,9 +36,16 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         "note": model.choice.note,
         "sampling": str(settings.resolved("sampling_backend")),
         "requests": shared_requests.way(),
-        "draft": f"MTP, {settings.draft_steps()} steps" if model.feeds_draft else "none",
+        "draft": describe_draft(),
         "boundaries": model.choice.boundaries.names(),
     }
+
+
+def describe_draft() -> str:
+    """What drafts, and how far ahead, in words."""
+    if settings.drafts_blocks():
+        return f"DSpark, blocks of {settings.draft_block()} tokens"
+    return f"MTP, {settings.draft_steps()} steps" if settings.draft_algorithm() else "none"
 
 
 def log(scheduler: Any) -> None:

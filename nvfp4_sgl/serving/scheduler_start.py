@@ -26,6 +26,8 @@ from nvfp4_sgl.serving import (
 from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
 from nvfp4_sgl.serving.drafts import hooks as drafts
 from nvfp4_sgl.serving.drafts.backend import DraftBackend
+from nvfp4_sgl.serving.drafts.dspark_backend import DsparkBackend
+from nvfp4_sgl.serving.drafts.dspark_model import DsparkForCausalLM
 from nvfp4_sgl.serving.drafts.model import MtpForCausalLM
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.model import require_own_model
@@ -66,6 +68,8 @@ def create_backend(runner: Any) -> Any:
     """Factory of the attention backend ``nvfp4_sgl``; refuses any other model class."""
     if isinstance(runner.model, MtpForCausalLM):
         return DraftBackend(runner)
+    if isinstance(runner.model, DsparkForCausalLM):
+        return DsparkBackend(runner)
     require_own_model(runner.model)
     return Nvfp4AttentionBackend(runner)
 
@@ -81,7 +85,8 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
             arguments.use_bound_cpus(parallel.tp_rank())
             hooking.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS | first_requests.HOOKS)
             if settings.draft_algorithm() is not None:
-                hooking.install_hooks(drafts.hooks(on_gpu=descriptor(detect_target()).on_gpu))
+                on_gpu = descriptor(detect_target()).on_gpu
+                hooking.install_hooks(drafts.hooks(on_gpu=on_gpu, blocks=settings.drafts_blocks()))
             first_requests.compile_nothing()
         original(scheduler, *args, **kwargs)
         if ours:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,13 +12,17 @@ import pytest
 
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError, UnsupportedError
-from nvfp4_sgl.serving.drafts import checks, simulated
+from nvfp4_sgl.serving.drafts import checks, dspark_checks, simulated
+from nvfp4_sgl.serving.drafts.dspark_checks import GREEDY_DRAFT
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.support.damage import remove
 
-NOTHING: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *checks.NEED_ALGORITHM))
-EAGLE = {"speculative_algorithm": "EAGLE"}
+NOTHING: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *checks.NEED_ALGORITHM)) | {"tp_size": 1}
+EAGLE, DSPARK = ({"speculative_algorithm": algorithm} for algorithm in ("EAGLE", "DSPARK"))
+
+UNREAD: Any = None
+"""The checkpoint, which MTP's flags do not depend on."""
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "steps without an algorithm": (
@@ -30,7 +35,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another algorithm": (
         {"speculative_algorithm": "NGRAM"},
-        "--speculative-algorithm NGRAM: not implemented; expected EAGLE or NEXTN",
+        "--speculative-algorithm NGRAM: not implemented; expected EAGLE or NEXTN or DSPARK",
     ),
     "a tree": (
         EAGLE | {"speculative_num_steps": 3, "speculative_eagle_topk": 4},
@@ -42,6 +47,24 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "tokens of other steps": (
         EAGLE | {"speculative_num_steps": 2, "speculative_num_draft_tokens": 4},
         "--speculative-num-draft-tokens 4: expected 3",
+    ),
+    "a block without an algorithm": (
+        {"speculative_dspark_block_size": 4},
+        "--speculative-dspark-block-size 4: expected --speculative-algorithm",
+    ),
+    "a block of MTP": (
+        EAGLE | {"speculative_dspark_block_size": 4},
+        "--speculative-dspark-block-size 4: expected --speculative-algorithm DSPARK, found EAGLE",
+    ),
+    "steps of DSpark": (DSPARK | {"speculative_num_steps": 1}, "--speculative-num-steps 1: expected none with DSPARK"),
+    "a tree of DSpark": (DSPARK | {"speculative_eagle_topk": 1}, "--speculative-eagle-topk 1: expected none"),
+    "a block of nothing": (
+        DSPARK | {"speculative_dspark_block_size": 0},
+        "--speculative-dspark-block-size 0: expected 1 to 9",
+    ),
+    "a block too long": (
+        DSPARK | {"speculative_dspark_block_size": 10},
+        "--speculative-dspark-block-size 10: expected 1 to 9",
     ),
 }
 
@@ -57,10 +80,10 @@ def test_flags_that_contradict_each_other(name: str) -> None:
 def test_flags_that_fit(steps: int | None) -> None:
     given = NOTHING | {"speculative_algorithm": "nextn", "speculative_num_steps": steps}
     checks.check_flags(given)
-    declared = checks.declared(given)
+    declared = checks.declared(given, UNREAD)
     number = steps or 3
     chain = {"speculative_num_steps": number, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": number + 1}
-    assert declared == EAGLE | chain and checks.declared(NOTHING) == {}
+    assert declared == EAGLE | chain and checks.declared(NOTHING, UNREAD) == {}
     checks.check_flags(given | declared)
 
 
@@ -85,6 +108,41 @@ def test_simulated_acceptance_that_cannot_be(text: str, simulate: Callable[[str]
         checks.check_flags(NOTHING | EAGLE)
 
 
+def test_simulated_acceptance_of_dspark_is_refused(simulate: Callable[[str], None]) -> None:
+    simulate("2.5")
+    with pytest.raises(UnsupportedError, match=f"^{simulated.SIMULATED}: not implemented with DSPARK"):
+        checks.check_flags(NOTHING | DSPARK)
+
+
+@pytest.mark.parametrize(("variable", "value"), [(dspark_checks.VERIFY_MODE, "compact"), (GREEDY_DRAFT, "0")])
+def test_ways_of_dspark_that_are_not_there(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    checks.check_flags(NOTHING | EAGLE)
+    with pytest.raises(UnsupportedError, match=f"^{variable}={value}: not implemented"):
+        checks.check_flags(NOTHING | DSPARK)
+
+
+@pytest.mark.parametrize(("block", "tokens", "rows"), [(None, None, 6), (None, 6, 6), (1, None, 2), (9, 10, 10)])
+def test_blocks_that_fit(
+    block: int | None,
+    tokens: int | None,
+    rows: int,
+    checkpoints: dict[str, Verified],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five tokens unless another number is given; SGLang is told a row more, and to draft greedily."""
+    monkeypatch.setenv(GREEDY_DRAFT, "")
+    verified = checkpoints["dspark"]
+    given = {"speculative_dspark_block_size": block, "speculative_num_draft_tokens": tokens}
+    given = NOTHING | {"speculative_algorithm": "dspark", "model_path": verified.inventory.directory} | given
+    checks.check_flags(given)
+    checks.check_draft(given, verified, "cpu", {})
+    checks.prepare_environment(given)
+    one_step = {"speculative_num_steps": 1, "speculative_eagle_topk": 1}
+    assert checks.declared(given, verified) == DSPARK | one_step | {"speculative_num_draft_tokens": rows}
+    assert os.environ[GREEDY_DRAFT] == "1"
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verified]:
     folder = tmp_path_factory.mktemp("drafts")
@@ -105,11 +163,12 @@ MISFITS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "DSPARK on MTP": (
         "mtp",
         "cpu",
-        {"speculative_algorithm": "DSPARK"},
+        DSPARK,
         "DSPARK",
         "with a DSpark draft, found a MTP draft ('mtp.0.e_proj'); use EAGLE or NEXTN",
     ),
-    "DSPARK": ("dspark", "cpu", {"speculative_algorithm": "DSPARK"}, "DSPARK", "not implemented"),
+    "DSPARK on Hopper": ("dspark", "sm_90a", DSPARK, "DSPARK", "not implemented on target sm_90a, only on cpu"),
+    "DSPARK on two ranks": ("dspark", "cpu", DSPARK | {"tp_size": 2}, "DSPARK", "with --tp-size 2: not implemented"),
     "Blackwell": ("mtp", "sm_100a", EAGLE, "EAGLE", "target sm_100a, whose drafts have run on no GPU yet, only on cpu"),
 }
 
@@ -131,6 +190,13 @@ def test_a_draft_that_a_mode_does_not_run(checkpoints: dict[str, Verified]) -> N
     message = r"^target sm_90a, activation_mode w4a4: MTP draft: \d+ of \d+ matrices .*'mtp\.0\.ffn\.experts"
     with pytest.raises(UnsupportedError, match=message):
         checks.check_draft(given, verified, "sm_90a", {"activation_mode": "w4a4"})
+
+
+def test_rows_of_another_block(checkpoints: dict[str, Verified]) -> None:
+    verified = checkpoints["dspark"]
+    given = NOTHING | DSPARK | {"model_path": verified.inventory.directory, "speculative_num_draft_tokens": 5}
+    with pytest.raises(ConfigError, match="^--speculative-num-draft-tokens 5: expected 6, .*block-size 4$"):
+        checks.check_draft(given, verified, "cpu", {})
 
 
 def test_a_draft_of_another_model(checkpoints: dict[str, Verified]) -> None:

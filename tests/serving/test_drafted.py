@@ -71,6 +71,18 @@ def server(serve: Callable[..., Server], checkpoint: Path, planted: Path) -> Ser
     return serve(checkpoint, *flags, environment=environment)
 
 
+@pytest.fixture(scope="module")
+def rows() -> int:
+    """Rows of a round."""
+    return STEPS + 1
+
+
+@pytest.fixture(scope="module")
+def draft() -> str:
+    """What the server says of its draft."""
+    return f"MTP, {STEPS} steps"
+
+
 @pytest.fixture
 def guess(planted: Path) -> Iterator[Guess]:
     """``guess(sequences, wrong)``: what is guessed from now on, and at which positions modulo 256 wrongly."""
@@ -115,14 +127,16 @@ def test_a_random_draft_changes_nothing(server: Server, decoder: Standalone) -> 
     assert found["meta_info"]["spec_accept_length"] < 1.5
 
 
-def test_right_guesses(server: Server, decoder: Standalone, guess: Guess, answer: list[int]) -> None:
+def test_right_guesses(
+    server: Server, decoder: Standalone, guess: Guess, answer: list[int], rows: int, draft: str
+) -> None:
     guess([[*PROMPT, *answer]])
     found = server.generate(PROMPT, TOKENS)
     assert check(decoder, PROMPT, found) == answer
     meta = found["meta_info"]
-    assert meta["spec_verify_ct"] == -(-(TOKENS - 1) // (STEPS + 1))
+    assert meta["spec_verify_ct"] == -(-(TOKENS - 1) // rows)
     assert meta["spec_accept_rate"] > 0.95
-    assert server.info()["draft"] == f"MTP, {STEPS} steps"
+    assert server.info()["draft"] == draft
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -198,10 +212,10 @@ def test_chunks_and_cached_pages(server: Server) -> None:
     Golden.ask(server)
 
 
-def test_stops(server: Server, guess: Guess, answer: list[int]) -> None:
+def test_stops(server: Server, guess: Guess, answer: list[int], rows: int) -> None:
     """Within a round: what was accepted behind the end of an answer is not sent."""
     guess([[*PROMPT, *answer]])
-    end = next(n for n in range(9, TOKENS) if answer[n] not in answer[:n] and n % 4 != 3)
+    end = next(n for n in range(9, TOKENS) if answer[n] not in answer[:n] and n % rows)
     stopped = server.generate(PROMPT, TOKENS, stop_token_ids=[answer[end]], ignore_eos=False)
     assert stopped["output_ids"] == answer[: end + 1]
     assert len(stopped["meta_info"]["output_token_logprobs"]) == end + 1

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
-from nvfp4_sgl.checkpoint.drafts import DRAFTS, claimed_kind, draft_kind
+from nvfp4_sgl.checkpoint.drafts import DRAFTS, DraftKind, claimed_kind, draft_kind
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.serving.drafts import dspark_checks
 from nvfp4_sgl.serving.drafts.simulated import SIMULATED, check_simulated
 from nvfp4_sgl.sglang_defaults import DRAFT_STEPS
 from nvfp4_sgl.targets import requirements
@@ -19,14 +21,12 @@ from nvfp4_sgl.targets.target import targets
 
 logger = logging.getLogger(__name__)
 
-SERVED = ("EAGLE", "NEXTN")
-"""Those that are served."""
-
 NEED_ALGORITHM = (
     "speculative_draft_model_path",
     "speculative_num_steps",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
+    "speculative_dspark_block_size",
 )
 
 
@@ -44,7 +44,16 @@ def check_flags(given: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{_flag(name)} {given[name]}: expected --speculative-algorithm, too; add it")
         return
     if algorithm.upper() not in DRAFTS:
-        raise UnsupportedError(f"--speculative-algorithm {algorithm}: not implemented; expected {' or '.join(SERVED)}")
+        raise UnsupportedError(f"--speculative-algorithm {algorithm}: not implemented; expected {' or '.join(DRAFTS)}")
+    if drafts_blocks(given):
+        dspark_checks.check_flags(given)
+        return
+    block = given["speculative_dspark_block_size"]
+    if block is not None:
+        raise ConfigError(
+            f"--speculative-dspark-block-size {block}: expected --speculative-algorithm DSPARK, found {algorithm};"
+            " leave one of them out"
+        )
     steps, topk, tokens = (given[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
     if topk not in (None, 1):
         raise ConfigError(f"--speculative-eagle-topk {topk}: expected 1: guesses are a chain; leave it out")
@@ -70,6 +79,11 @@ def check_flags(given: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
+def drafts_blocks(given: Mapping[str, Any]) -> bool:
+    """Whether the algorithm that is given is DSpark."""
+    return DRAFTS.get((given["speculative_algorithm"] or "").upper()) is DraftKind.DSPARK
+
+
 def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overrides: Mapping[str, Any]) -> None:
     """Refuse an algorithm that the checkpoint has no draft for, or the target does not serve.
 
@@ -93,8 +107,6 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overr
         others = [one for one in DRAFTS if DRAFTS[one] is found]
         remedy = f"use {' or '.join(others)}" if others else "leave the flag out"
         raise ConfigError(f"{flag}: expected {directory} with a {wanted.value} draft, found {words}; {remedy}")
-    if algorithm.upper() not in SERVED:
-        raise UnsupportedError(f"{flag}: not implemented; leave the flag out, and nothing is drafted")
     drafting = [each.word for each in targets() if each.drafts]
     if target not in drafting:
         where = " and ".join(dict.fromkeys(drafting))
@@ -111,12 +123,22 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overr
     assert draft is not None, "there is one of this kind"
     mode = mode_of(target, {**verified.raw, **overrides}.get("activation_mode"))
     requirements.check_draft(target, draft, verified.config, mode)
+    if wanted is DraftKind.DSPARK:
+        dspark_checks.check_draft(given, verified, target)
 
 
-def declared(given: Mapping[str, Any]) -> dict[str, Any]:
+def prepare_environment(given: Mapping[str, Any]) -> None:
+    """Set the environment variables of SGLang that the algorithm needs, for this process and those that it starts."""
+    if drafts_blocks(given):
+        os.environ[dspark_checks.GREEDY_DRAFT] = "1"
+
+
+def declared(given: Mapping[str, Any], verified: Verified) -> dict[str, Any]:
     """Settings that follow from the flags: SGLang wants all of them if it is given one, and one name."""
     if given["speculative_algorithm"] is None:
         return {}
+    if drafts_blocks(given):
+        return dspark_checks.declared(given, verified)
     steps = given["speculative_num_steps"] or DRAFT_STEPS
     return {
         "speculative_algorithm": "EAGLE",

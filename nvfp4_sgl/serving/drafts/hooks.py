@@ -14,7 +14,16 @@ bonus_tokens          on the CPU   same, of the last token of a round
 write_slots           on the CPU   same, of the table of slots
 last_slots            on the CPU   same
 select_guess          on the CPU   SGLang keeps a chain's tokens in its own buffer on a GPU
+draft_worker          DSpark       the draft's attention backend is ours
+block_round           DSpark       a CPU has no stream to record lengths on
+place_context         DSpark       context is written by passes that our planner plans
+inject_context        DSpark       same
+commit_context        DSpark       same
+verify_block          DSpark       penalties row by row
+accept_block          DSpark       as sample_round
 ====================  ===========  ==================================================================================
+
+Of the others, those of steps, trees and rejected rows are EAGLE's alone.
 """
 
 from __future__ import annotations
@@ -22,28 +31,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nvfp4_sgl.serving.drafts import accept, backend, chain
+from nvfp4_sgl.serving.drafts import accept, backend, chain, dspark_accept, dspark_backend, dspark_context
 
 Hooks = dict[str, Callable[..., Any]]
 
 HOOKS: Hooks = {
+    "round_logprobs": accept.log_probabilities,
+}
+EAGLE_HOOKS: Hooks = {
     "draft_decode_backend": backend.create_decode_backend,
     "draft_extend_backend": backend.create_extend_backend,
     "sample_round": accept.sample_round,
-    "round_logprobs": accept.log_probabilities,
     "clear_rejected": chain.keep_rows,
 }
+DSPARK_HOOKS: Hooks = {
+    "draft_worker": dspark_backend.create_worker,
+    "block_round": dspark_backend.run_round,
+    "place_context": dspark_context.place_prefill,
+    "inject_context": dspark_context.inject_prefill,
+    "commit_context": dspark_context.commit,
+    "verify_block": dspark_accept.verify,
+    "accept_block": dspark_accept.accept,
+}
 CPU_HOOKS: Hooks = {
+    "write_slots": chain.write_slots,
+    "last_slots": chain.last_slots,
+}
+EAGLE_CPU_HOOKS: Hooks = {
     "build_tree": chain.build_tree,
     "draft_slots": chain.draft_slots,
     "bonus_tokens": chain.bonus_tokens,
-    "write_slots": chain.write_slots,
-    "last_slots": chain.last_slots,
     "select_guess": chain.select_guess,
 }
-"""In place of SGLang's kernels."""
+"""In place of SGLang's kernels, as those before it."""
 
 
-def hooks(*, on_gpu: bool) -> Hooks:
-    """Those of a server with drafts."""
-    return HOOKS if on_gpu else HOOKS | CPU_HOOKS
+def hooks(*, on_gpu: bool, blocks: bool) -> Hooks:
+    """Those of a server with drafts; ``blocks``: DSpark's."""
+    found = HOOKS | (DSPARK_HOOKS if blocks else EAGLE_HOOKS)
+    if on_gpu:
+        return found
+    return found | CPU_HOOKS | ({} if blocks else EAGLE_CPU_HOOKS)

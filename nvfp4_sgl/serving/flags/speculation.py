@@ -12,6 +12,7 @@ SPECULATION: Mapping[str, Row] = {
         *("speculative_algorithm", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
         "speculative_draft_model_path",
     ),
+    **works("tests/serving/test_drafted_dspark.py", "speculative_dspark_block_size"),
     **refused((None, 1.0), "speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
     **refused((*OFF, "prefill"), "speculative_attention_mode"),
     **refused(
@@ -29,10 +30,18 @@ SPECULATION: Mapping[str, Row] = {
         "_speculative_draft_quantization_explicitly_set",
     ),
     **without_effect(
+        "for rounds of several sizes by DSpark's confidence head, which are refused",
+        *("speculative_dspark_sps_table_path", "speculative_dspark_confidence_sts_path"),
+        "speculative_dspark_align_verify_tokens_to_graph_tier",
+    ),
+    **without_effect(
         "for another --speculative-algorithm, which is refused",
-        *("speculative_dflash_block_size", "speculative_dspark_block_size", "speculative_dspark_sps_table_path"),
-        *("speculative_dspark_confidence_sts_path", "speculative_dspark_align_verify_tokens_to_graph_tier"),
-        *("speculative_adaptive_config", "decoupled_spec_rank", "speculative_domino_candidate_pool_size"),
+        *(
+            "speculative_dflash_block_size",
+            "speculative_adaptive_config",
+            "decoupled_spec_rank",
+            "speculative_domino_candidate_pool_size",
+        ),
         *("speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth", "speculative_ngram_match_type"),
         *("speculative_ngram_max_trie_depth", "speculative_ngram_capacity", "speculative_ngram_external_corpus_path"),
         *("speculative_ngram_external_sam_budget", "speculative_ngram_external_corpus_max_tokens"),

@@ -427,4 +427,44 @@ HOOKS = {
         "looks up the log-probability of a token that is none",
         "batch, logits_output, predict, *, accept_index, chain_stride",
     ),
+    "resolve_dspark": Private(
+        "sglang.srt.arg_groups.speculative_hook._handle_dspark", "refuses DSpark on a CPU", "server_args"
+    ),
+    "draft_worker": Private(
+        "sglang.srt.speculative.draft_worker_common.build_draft_tp_worker",
+        "DSpark's worker names an attention backend of SGLang's",
+        "*, server_args, gpu_id, nccl_port, target_model_config, algo_label, attention_backend_override, "
+        "draft_worker_cls, random_seed, load_group",
+    ),
+    "block_round": Private(
+        "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2._forward_decode",
+        "records lengths on a stream, which a CPU has not",
+        "self, batch, on_publish, grammar_barrier, coordination_plan",
+    ),
+    "place_context": Private(
+        "sglang.srt.speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector.place_prefill",
+        "finds rows of SGLang's pools by kernels; ours are planned",
+        "self, batch",
+    ),
+    "inject_context": Private(
+        "sglang.srt.speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector.inject_prefill",
+        "same",
+        "self, placement, *, target_hidden, token_indices, target_hidden_is_projected",
+    ),
+    "commit_context": Private(
+        "sglang.srt.speculative.dspark_components.dspark_verify.TargetVerifyExecutor.commit_hidden",
+        "same",
+        "self, *, batch, layout, hidden_strided, verify_window, logits_output, commit_lens, bs, run_compact",
+    ),
+    "verify_block": Private(
+        "sglang.srt.speculative.dspark_components.dspark_verify.TargetVerifyExecutor.run_non_compact",
+        "takes the same penalties for all tokens of a round",
+        "self, *, batch, draft_input, verify_ids_2d, verify_window, sampling_info",
+    ),
+    "accept_block": Private(
+        "sglang.srt.speculative.dspark_components.dspark_verify.TargetVerifyExecutor.accept_and_finalize",
+        "forgets min_p and seeds, and needs kernels above temperature 0",
+        "self, *, folded_accept, bs, verify_ids_2d, target_logits, draft_block, sampling_info, draft_input, layout, "
+        "prefix_lens, draft_tokens, simulate_bonus_sampling_info",
+    ),
 }

@@ -53,6 +53,9 @@ NAMES = {
     "LogitsProcessorOutput": Private(
         "sglang.srt.layers.logits_processor:LogitsProcessorOutput", "logits of a sampled batch, for the warm-up"
     ),
+    "AcceptOuts": Private(
+        "sglang.srt.speculative.dspark_components.dspark_verify:AcceptOuts", "what DSpark's rounds give"
+    ),
     "Sampler": Private("sglang.srt.layers.sampler:Sampler", "samples the rows of a verify pass"),
     "clamp_position": Private(
         "sglang.kernels.ops.attention.clamp_position:clamp_position",

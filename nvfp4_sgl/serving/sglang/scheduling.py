@@ -87,6 +87,16 @@ def agree_on_tokens(sampler: Any, tokens: Tensor, info: Any) -> None:
     sampler._sync_token_ids_across_tp(tokens, info)
 
 
+def hidden_output(hidden: Tensor) -> Any:
+    """What a pass of a draft gives whose logits are made outside of it: hidden states [T, d]."""
+    return find("LogitsProcessorOutput")(next_token_logits=None, hidden_states=hidden)
+
+
+def accepted_block(**fields: Any) -> Any:
+    """What a round of DSpark gives; the fields are those of SGLang's ``AcceptOuts``."""
+    return find("AcceptOuts")(**fields)
+
+
 def ending_tokens(request: Any) -> list[int]:
     """Ids that SGLang's ``min_new_tokens`` holds back: those that end an answer."""
     params, tokenizer = request.sampling_params, request.tokenizer

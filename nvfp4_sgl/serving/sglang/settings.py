@@ -79,6 +79,16 @@ def draft_algorithm() -> str | None:
     return None if found is None else str(found)
 
 
+def drafts_blocks() -> bool:
+    """Whether a draft guesses all tokens of a round at once, as DSpark does."""
+    return draft_algorithm() == "DSPARK"
+
+
+def draft_block() -> int:
+    """Tokens that a round guesses: one less than it verifies."""
+    return int(resolved("speculative_num_draft_tokens")) - 1
+
+
 def draft_steps() -> int:
     """``--speculative-num-steps`` as resolved; 0 if nothing is drafted."""
     return 0 if draft_algorithm() is None else int(resolved("speculative_num_steps"))

@@ -170,6 +170,54 @@ def _nan_rows(model):
     model.DeepseekV4ForCausalLM.forward = forward
 
 
+def _blocks(model):
+    """The same of DSpark's draft, whose pass guesses what follows each position of a block."""
+    file = Path(os.environ["PLANTED_GUESSES"])
+    forward, logits = model.DsparkForCausalLM.forward, model.DsparkForCausalLM.compute_base_logits
+    planted: list[int] = []
+
+    def forward_noted(self, input_ids, positions, forward_batch, input_embeds=None):
+        planted.clear()
+        if file.exists():
+            said, block = json.loads(file.read_text()), forward_batch.spec_info.draft_token_num
+            for first, token in zip(positions.tolist()[::block], input_ids.tolist()[::block], strict=True):
+                for position in range(first - 1, first - 1 + block):
+                    token = _guess(said["sequences"], said["wrong"], position, token)
+                    planted.append(token)
+        return forward(self, input_ids, positions, forward_batch, input_embeds)
+
+    def planted_logits(self, hidden):
+        found, features = logits(self, hidden)
+        if planted:
+            found.fill_(0)
+            for row, guess in zip(found, planted, strict=True):
+                row[guess] = 1e6
+        return found, features
+
+    model.DsparkForCausalLM.forward, model.DsparkForCausalLM.compute_base_logits = forward_noted, planted_logits
+
+
+def _rounds(model):
+    """Append to the file that PLANTED_ROUNDS names a line of each round: (length, rows) of each request."""
+    file, original = Path(os.environ["PLANTED_ROUNDS"]), model.accept
+
+    def accept(call, executor, *, verify_ids_2d, prefix_lens, **rest):
+        with file.open("a") as lines:
+            print(json.dumps([*zip(prefix_lens.tolist(), verify_ids_2d.tolist(), strict=True)]), file=lines)
+        return original(call, executor, verify_ids_2d=verify_ids_2d, prefix_lens=prefix_lens, **rest)
+
+    model.accept = accept
+
+
+def _guess(sequences, wrong, position, token):
+    """What follows ``token``, which follows the one at ``position``."""
+    for ids in sequences:
+        if position + 2 < len(ids) and ids[position + 1] == token:
+            right = ids[position + 2]
+            return right + 1 if (position + 2) % 256 in wrong else right
+    return 0
+
+
 def _slow(original):
     """``original``, which takes SLOW_SECONDS longer where its text says so. It prints that, and holds no lock."""
 
@@ -193,7 +241,8 @@ def _slow_chats(module):
 FAULTS = {
     "alpha": {"nvfp4_sgl.cutedsl_kernels.w4a4.operand": _wrong_alpha},
     "nan": {"nvfp4_sgl.serving.model": _nan_streams},
-    "guesses": {"nvfp4_sgl.serving.drafts.model": _guesses},
+    "guesses": {"nvfp4_sgl.serving.drafts.model": _guesses, "nvfp4_sgl.serving.drafts.dspark_model": _blocks},
+    "rounds": {"nvfp4_sgl.serving.drafts.dspark_accept": _rounds},
     "nan logits": {"nvfp4_sgl.serving.model": _nan_logits},
     "nan rows": {"nvfp4_sgl.serving.model": _nan_rows},
     "share": {"nvfp4_sgl.serving.model": _lost_share},

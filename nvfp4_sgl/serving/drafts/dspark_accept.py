@@ -1,0 +1,58 @@
+"""Which guesses of DSpark's rounds are accepted: by :mod:`.accept`, in SGLang's DSpark worker.
+
+Arguments are those of the methods that these hooks stand around. The worker applies the mask of a grammar between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.serving.drafts.accept import accept_chain, sample_rows
+from nvfp4_sgl.serving.drafts.penalties import Penalties
+from nvfp4_sgl.serving.sglang import scheduling
+
+
+def verify(
+    original: Callable[..., Any], executor: Any, *, batch: Any, verify_ids_2d: Tensor, sampling_info: Any, **rest: Any
+) -> Any:
+    """Hook around a verify pass: its logits come with the penalties of each row, and with the request's bias."""
+    result = original(executor, batch=batch, verify_ids_2d=verify_ids_2d, sampling_info=None, **rest)
+    logits, (requests, rows) = result.logits_output.next_token_logits, verify_ids_2d.shape
+    of_request = logits.view(requests, rows, -1)
+    executor.nvfp4_sgl_penalties = Penalties(verify_ids_2d, batch.seq_lens, batch.reqs)
+    executor.nvfp4_sgl_penalties.apply(of_request)
+    if sampling_info.logit_bias is not None:
+        of_request += sampling_info.logit_bias[:, None]
+    return result
+
+
+def accept(
+    original: Callable[..., Any],
+    executor: Any,
+    *,
+    verify_ids_2d: Tensor,
+    target_logits: Tensor,
+    sampling_info: Any,
+    prefix_lens: Tensor,
+    **rest: Any,
+) -> Any:
+    """Hook around the acceptance of a round. What a row has sampled is the guess behind it where that is accepted."""
+    rows = verify_ids_2d.shape[1]
+    positions = prefix_lens[:, None] + torch.arange(rows, device=prefix_lens.device)
+    # A copy, for log-probabilities: the sampler makes probabilities of it.
+    logits = target_logits if sampling_info.is_all_greedy else target_logits.clone()
+    sampled = sample_rows(logits, sampling_info, rows, positions.flatten()).view_as(verify_ids_2d)
+    lengths, _ = accept_chain(verify_ids_2d, sampled)
+    executor.nvfp4_sgl_penalties.remember(lengths)
+    return scheduling.accepted_block(
+        correct_len=lengths - 1,
+        bonus=sampled.gather(1, lengths.long()[:, None] - 1)[:, 0],
+        cap_trim_lens=torch.zeros_like(lengths),
+        commit_lens=lengths,
+        new_seq_lens=prefix_lens + lengths.to(prefix_lens.dtype),
+        out_tokens=sampled,
+    )

@@ -1,0 +1,84 @@
+"""Which flags fit DSpark, and what follows from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from nvfp4_sgl.checkpoint.verified import Verified
+from nvfp4_sgl.draft_config import MAX_BLOCK, DsparkConfig
+from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.serving.drafts.simulated import SIMULATED, simulated_length
+from nvfp4_sgl.targets.target import CPU
+
+VERIFY_MODE, STATIC = "SGLANG_RAGGED_VERIFY_MODE", "static"
+"""Environment variable of SGLang that has fewer guesses verified where the confidence head expects little."""
+GREEDY_DRAFT = "SGLANG_DSPARK_USE_GREEDY_DRAFT"
+"""Environment variable of SGLang: guesses are the likeliest tokens, whatever a request samples by."""
+
+
+def check_flags(given: Mapping[str, Any]) -> None:
+    """Refuse flags and environment variables that contradict DSpark.
+
+    Raises:
+        ConfigError: names the flag, what was found and what was expected.
+        UnsupportedError: what is not implemented.
+    """
+    for name in ("num_steps", "eagle_topk"):
+        if given[f"speculative_{name}"] is not None:
+            flag = f"--speculative-{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} {given[f'speculative_{name}']}: expected none with DSPARK, which guesses a block at once;"
+                " leave it out"
+            )
+    block = given["speculative_dspark_block_size"]
+    if block is not None and not 1 <= block <= MAX_BLOCK:
+        raise ConfigError(
+            f"--speculative-dspark-block-size {block}: expected 1 to {MAX_BLOCK}: a round has a row more, and the"
+            f" compressors' rings hold {MAX_BLOCK + 1}"
+        )
+    if simulated_length() is not None:
+        raise UnsupportedError(f"{SIMULATED}: not implemented with DSPARK by this package; unset it")
+    mode, greedy = os.environ.get(VERIFY_MODE) or STATIC, os.environ.get(GREEDY_DRAFT) or "1"
+    if mode != STATIC:
+        raise UnsupportedError(f"{VERIFY_MODE}={mode}: not implemented by this package; unset it")
+    if greedy.lower() not in ("1", "true", "yes", "y"):
+        raise UnsupportedError(
+            f"{GREEDY_DRAFT}={greedy}: not implemented by this package, which drafts greedily; unset it"
+        )
+
+
+def check_draft(given: Mapping[str, Any], verified: Verified, target: str) -> None:
+    """Refuse a target or a number of ranks that DSpark is not served on, and rows that are not one more than a block.
+
+    Raises:
+        ConfigError, UnsupportedError: as :func:`check_flags`.
+    """
+    flag = f"--speculative-algorithm {given['speculative_algorithm']}"
+    if target != CPU.word:
+        raise UnsupportedError(f"{flag}: not implemented on target {target}, only on {CPU.word}; leave the flag out")
+    if given["tp_size"] != 1:
+        raise UnsupportedError(f"{flag} with --tp-size {given['tp_size']}: not implemented; leave one of them out")
+    found, rows = given["speculative_num_draft_tokens"], block_of(given, verified) + 1
+    if found not in (None, rows):
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {found}: expected {rows}, the block's tokens and one; leave it out, or"
+            f" give --speculative-dspark-block-size {found - 1}"
+        )
+
+
+def block_of(given: Mapping[str, Any], verified: Verified) -> int:
+    """Tokens of a block: those of ``--speculative-dspark-block-size``, else the checkpoint's."""
+    asked_for = given["speculative_dspark_block_size"]
+    return int(asked_for or DsparkConfig.parse(verified.raw, verified.config).block)
+
+
+def declared(given: Mapping[str, Any], verified: Verified) -> dict[str, Any]:
+    """What SGLang is told; a round is a step of one chain to it."""
+    return {
+        "speculative_algorithm": "DSPARK",
+        "speculative_num_steps": 1,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": block_of(given, verified) + 1,
+    }
