@@ -38,6 +38,7 @@ class MtpForCausalLM(nn.Module):
         self.uniform_experts = settings.environment_flag(arguments.UNIFORM_EXPERTS)
         self.logits_processor = make_logits_processor(config)
         self.start_layer, self.end_layer = 0, 1
+        self._like = torch.empty(0)  # SGLang constructs models under the device and dtype that it serves with
         self.draft: MtpDraft | None = None
         self.vocabulary: tuple[nn.Module, nn.Module] | None = None
 
@@ -68,7 +69,7 @@ class MtpForCausalLM(nn.Module):
 
     def _load(self) -> None:
         with stages.stage("draft") as words:
-            like = torch.empty(0)  # SGLang loads under the device and dtype that it serves with
+            like = self._like
             reader = self.verified.draft_reader(like.device)
             self.draft = MtpDraft(rank_context(reader, self.model_config, self.choice, like, self.uniform_experts))
             reader.finish()
