@@ -256,8 +256,9 @@ def test_a_captured_step_follows_its_inputs(device: str):
         world.check_states(padding=True)
         next_batch, next_wide = world.prepare(one_each, 4)
         wide.copy_(next_wide)
-        for name, tensor in vars(batch).items():
-            tensor.copy_(getattr(next_batch, name))
+        for name, value in vars(batch).items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(getattr(next_batch, name))
     graph.replay()
     world.check_entries()
 
