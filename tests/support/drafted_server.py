@@ -176,7 +176,7 @@ def check_penalties(drafted: Drafted) -> None:
     """Those of every row of a round, though the host knows an answer a round late."""
     server, guesses = drafted.server, drafted.guesses
     ids, vocabulary = prompt(40, seed=8), read_config_json(drafted.checkpoint)["vocab_size"]
-    require_penalties(server, ids, vocabulary, near=0.5, count=12, overlapped=False)
+    require_penalties(server, ids, vocabulary, near=0.5, overlapped=False)
     sampling = {"frequency_penalty": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.3, "min_new_tokens": 20}
     first = server.generate(ids, 30, **sampling)["output_ids"]
     guesses.write([[*ids, *first]], range(0, 256, 3))
