@@ -110,17 +110,17 @@ def _resolve(
         tl.store(window_write + token, tl.sum(tl.where(back == 0, swa, 0), axis=0))
         tl.store(window_lengths + token, tl.minimum(position + 1, WINDOW).to(tl.int32))
     else:
-        begin = tl.load(starts + owner)
+        front = tl.load(starts + owner)
         added = tl.load(bounds + owner + 1) - tl.load(bounds + owner)
         back = tl.arange(0, 2 * WINDOW)
-        place = begin + added - 1 - back
-        seen = (place >= 0) & (place >= begin - WINDOW)
-        full = tl.load(row + place, mask=seen, other=0)
+        place_back = front + added - 1 - back
+        seen = (place_back >= 0) & (place_back >= front - WINDOW)
+        full = tl.load(row + place_back, mask=seen, other=0)
         swa = tl.load(full_to_swa + full, mask=seen, other=-1).to(tl.int32)
         tl.store(owners + token, owner)
         tl.store(window_slots + token * (WINDOW + AHEAD) + back, swa, mask=back < WINDOW + AHEAD)
         tl.store(window_write + token, tl.load(full_to_swa + tl.load(row + position)).to(tl.int32))
-        tl.store(window_lengths + token, tl.minimum(tl.minimum(begin, WINDOW) + added, WINDOW + AHEAD))
+        tl.store(window_lengths + token, tl.minimum(tl.minimum(front, WINDOW) + added, WINDOW + AHEAD))
     entries = tl.minimum((position + 1) // RATIO, entry_columns).to(tl.int32)
     tl.store(entry_lengths + token, entries)
     for begin in range(0, entries, BLOCK):
