@@ -289,7 +289,9 @@ def table() -> str:
     for kind in (FIXED, REPEATS, ELSEWHERE, NO_EFFECT):
         for names, rule in _grouped(kind.items()):
             rows.append(_row(names, _words(rule), rule.reason))
-    return "\n".join([*rows, _row([f"{DSPARK}*"], "anything", "configures drafts, which are left out")])
+    return "\n".join(
+        [*rows, _row([f"{DSPARK}*"], "checked with the draft", "configures the DSpark draft, if one is bundled")]
+    )
 
 
 def _grouped(items: Iterable[tuple[str, Rule]]) -> list[tuple[list[str], Rule]]:

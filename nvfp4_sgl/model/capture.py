@@ -1,4 +1,4 @@
-"""What a draft reads of a pass of the target: the mean stream behind some of its layers (specification §7)."""
+"""Captures for a draft of a pass of the target: the mean stream behind some of its layers (specification §7)."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     @property
     def lm_head(self) -> nn.Module:
-        """What SGLang calls :attr:`head`."""
+        """SGLang's name of :attr:`head`."""
         return self.head
 
     def set_dspark_layers_to_capture(self, layers: Sequence[int]) -> None:

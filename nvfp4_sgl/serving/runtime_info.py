@@ -42,7 +42,7 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
 
 
 def describe_draft() -> str:
-    """What drafts, and how far ahead, in words."""
+    """The draft in use, and how far ahead it guesses, in words."""
     if settings.drafts_blocks():
         return f"DSpark, blocks of {settings.draft_block()} tokens"
     return f"MTP, {settings.draft_steps()} steps" if settings.draft_algorithm() else "none"

@@ -36,7 +36,10 @@ def test_the_start_is_seven_lines(server: Server) -> None:
     assert (
         "verified" in said["config"] and "GB stored" in said["weights"] and "room for 16,384 tokens" in said["memory"]
     )
-    assert "target cpu, w4a16, float32, exact rows in float32, routing by the model" in said["scheduler"]
+    assert (
+        "target cpu, w4a16, float32, exact rows in float32, sampling by pytorch, routing by the model"
+        in said["scheduler"]
+    )
     names = choose("cpu").boundaries.names()
     assert said["boundaries"] == ", ".join(f"{name} {where.rpartition('.')[2]}" for name, where in names.items())
 

@@ -1,4 +1,4 @@
-"""Which guesses of DSpark's rounds are accepted: by :mod:`.accept`, in SGLang's DSpark worker.
+"""Accepts guesses of DSpark's rounds by :mod:`.accept`, in SGLang's DSpark worker.
 
 Arguments are those of the methods that these hooks stand around. The worker applies the mask of a grammar between them.
 """

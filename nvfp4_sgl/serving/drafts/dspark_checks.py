@@ -1,4 +1,4 @@
-"""Which flags fit DSpark, and what follows from them."""
+"""Checks of DSpark's flags, and what follows from them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def block_of(given: Mapping[str, Any], verified: Verified) -> int:
 
 
 def declared(given: Mapping[str, Any], verified: Verified) -> dict[str, Any]:
-    """What SGLang is told; a round is a step of one chain to it."""
+    """Arguments that SGLang is given; a round is a step of one chain to it."""
     return {
         "speculative_algorithm": "DSPARK",
         "speculative_num_steps": 1,

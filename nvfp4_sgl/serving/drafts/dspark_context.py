@@ -1,4 +1,4 @@
-"""What DSpark's draft knows of tokens: written after the target has processed them, into the windows of its stages.
+"""Context of DSpark's draft: written after the target has processed them, into the windows of its stages.
 
 SGLang calls this the injection of context: of a prompt's chunk, and of a round's rows. Arguments are those of the
 methods that these hooks stand around. They plan the rows as the target's own passes are planned, over the same slots.

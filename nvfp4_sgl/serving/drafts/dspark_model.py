@@ -79,7 +79,7 @@ class DsparkForCausalLM(nn.Module):
 
     @property
     def context(self) -> Context:
-        """What the stages were built from."""
+        """The context that the stages were built from."""
         assert self.draft is not None, "load_weights has not run"
         return self.draft.context
 

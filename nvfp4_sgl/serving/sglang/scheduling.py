@@ -88,12 +88,12 @@ def agree_on_tokens(sampler: Any, tokens: Tensor, info: Any) -> None:
 
 
 def hidden_output(hidden: Tensor) -> Any:
-    """What a pass of a draft gives whose logits are made outside of it: hidden states [T, d]."""
+    """Output of a draft's pass whose logits are made outside of it: hidden states [T, d]."""
     return find("LogitsProcessorOutput")(next_token_logits=None, hidden_states=hidden)
 
 
 def accepted_block(**fields: Any) -> Any:
-    """What a round of DSpark gives; the fields are those of SGLang's ``AcceptOuts``."""
+    """Result of a round of DSpark; the fields are those of SGLang's ``AcceptOuts``."""
     return find("AcceptOuts")(**fields)
 
 
