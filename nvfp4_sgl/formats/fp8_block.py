@@ -1,4 +1,4 @@
-"""Block-scaled FP8: 128×128 weights and 1×128 activations, E4M3 with UE8M0 scales. Source: specification §3.5, §8.1.
+"""Block-scaled FP8 weights: 128×128 blocks of E4M3 with UE8M0 scales. Source: specification §3.5, §8.1.
 
 Ragged edges are allowed: the last block of a dimension that is no multiple of 128 is simply smaller.
 """
@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from nvfp4_sgl.formats import ue8m0
 from nvfp4_sgl.formats.blocks import FP8
-from nvfp4_sgl.formats.checks import require_dtype, require_matrix, require_multiple, require_shape, require_table
+from nvfp4_sgl.formats.checks import require_dtype, require_matrix, require_shape
 from nvfp4_sgl.formats.e4m3 import E4M3_MAX, round_to_e4m3
-from nvfp4_sgl.formats.values import POWER_SCALE_MAX, as_finite_fp32, divide, require_finite
+from nvfp4_sgl.formats.values import POWER_SCALE_MAX, divide, require_finite
 
 BLOCK = FP8.columns
 AMAX_FLOOR = 1e-4
@@ -66,28 +66,6 @@ def dequantize_blocks(weight: Tensor, scale: Tensor) -> Tensor:
     return weight.float() * scale
 
 
-@dataclass(frozen=True)
-class Fp8Rows:
-    """Activations [T, K]: value = e4m3 · 2^(scale − 127), one scale for each 128 of a row.
-
-    values: float8_e4m3fn [T, K]. scale: uint8 [T, ceil(K/128)].
-    """
-
-    values: Tensor
-    scale: Tensor
-
-    def __post_init__(self) -> None:
-        require_dtype("FP8 rows", self.values, torch.float8_e4m3fn)
-        require_dtype("FP8 rows scale", self.scale, torch.uint8)
-        require_table("FP8 rows", self.values)
-        require_shape("FP8 rows scale", self.scale, (self.values.shape[0], -(-self.values.shape[1] // BLOCK)))
-
-    def dequantize(self) -> Tensor:
-        """fp32 [T, K], exact; exact in bf16 too."""
-        scale = ue8m0.decode(self.scale).repeat_interleave(BLOCK, dim=-1)[:, : self.values.shape[1]]
-        return self.values.float() * scale
-
-
 def quantize_weight(w: Tensor) -> Fp8BlockTensor:
     """Quantise bf16 or fp32 [..., N, K] (|w| ≤ 2^127) to 128×128 blocks; the scale comes out as ``float8_e8m0fnu``.
 
@@ -103,21 +81,6 @@ def quantize_weight(w: Tensor) -> Fp8BlockTensor:
     inverse = ue8m0.decode_reciprocal(scale)[..., :, None, :, None]
     weight = round_to_e4m3(blocks * inverse).flatten(-4, -3).flatten(-2)[..., :n, :k].contiguous()
     return Fp8BlockTensor(weight, scale.view(torch.float8_e8m0fnu))
-
-
-def quantize_rows_fp8(x: Tensor) -> Fp8Rows:
-    """Quantise activations, bf16 or fp32 [T, K], to 1×128 blocks. T may be 0.
-
-    In fp32: x = NaN → +0, then clamp to ±1.875·2^127 (:data:`VALUE_MAX`); s and value as in :func:`quantize_weight`.
-    """
-    require_table("activations", x)
-    require_dtype("activations", x, torch.float32, torch.bfloat16)
-    require_multiple("activations", "K", x.shape[1], 1)
-    k = x.shape[1]
-    blocks = functional.pad(as_finite_fp32(x).clamp(-VALUE_MAX, VALUE_MAX), (0, -k % BLOCK)).unflatten(-1, (-1, BLOCK))
-    scale = block_exponent(blocks.abs().amax(dim=-1))
-    values = round_to_e4m3(blocks * ue8m0.decode_reciprocal(scale)[..., None]).flatten(-2)[:, :k].contiguous()
-    return Fp8Rows(values, scale)
 
 
 def block_exponent(amax: Tensor) -> Tensor:

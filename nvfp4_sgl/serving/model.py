@@ -237,6 +237,3 @@ def all_reduce(collective: Collective, part: Tensor) -> Tensor:
 def reduce_scatter(collective: Collective, part: Tensor) -> Tensor:
     """The same sum, of which this rank gets its rows."""
     return parallel.tp_reduce_scatter(part)
-
-
-EntryClass = DeepseekV4ForCausalLM
