@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.serving.drafts import accept, chain, simulated
+from nvfp4_sgl.serving.drafts import accept, chain
 from nvfp4_sgl.serving.drafts.penalties import Penalties
 from nvfp4_sgl.serving.sglang import scheduling
 
@@ -108,6 +108,13 @@ def test_a_bias_is_seen(sampler: None, mistake: Accept) -> None:
     assert chi_square(answers(mistake)) > BOUND
 
 
+def test_rows_are_sampled_as_their_request_asks() -> None:
+    info = sampling_info(2)
+    info.temperatures, info.top_ks = torch.tensor([[0.5], [2.0]]), torch.tensor([3, 7])
+    rows = accept.repeated(info, 2)
+    assert rows.temperatures.tolist() == [[0.5], [0.5], [2.0], [2.0]] and rows.top_ks.tolist() == [3, 3, 7, 7]
+
+
 def test_the_first_wrong_guess_ends_a_round() -> None:
     generator = torch.Generator().manual_seed(3)
     guesses, sampled = (torch.randint(0, 3, (200, 4), generator=generator) for _ in range(2))
@@ -197,7 +204,7 @@ def test_forced_acceptance(expected: float) -> None:
         generator = torch.Generator().manual_seed(seed)
         guesses, sampled = (torch.randint(0, 9, (2, 3), generator=generator) for _ in range(2))
         before = sampled.clone()
-        lengths, places = simulated.force_chain(guesses, sampled, expected)
+        lengths, places = accept.force_chain(guesses, sampled, expected)
         count = int(lengths[0])
         total += count
         assert lengths.tolist() == [count] * 2

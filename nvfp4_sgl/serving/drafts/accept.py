@@ -10,13 +10,16 @@ are the draft's likeliest tokens, so that this is rejection sampling (Leviathan 
 from __future__ import annotations
 
 import functools
+import math
+import random
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nvfp4_sgl.serving.drafts.penalties import Penalties
-from nvfp4_sgl.serving.drafts.simulated import accepted_places, force_chain, simulated_length
+from nvfp4_sgl.serving.drafts.simulated import simulated_length
 from nvfp4_sgl.serving.sglang import parallel, scheduling
 from nvfp4_sgl.serving.sglang.ledger import find
 
@@ -31,6 +34,31 @@ def accept_chain(guesses: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
     rows, right = guesses.shape[1], guesses[:, 1:] == sampled[:, :-1]
     lengths = 1 + right.long().cumprod(1).sum(1)
     return lengths.int(), accepted_places(lengths, rows)
+
+
+_draws = random.Random(0)
+"""The same on every rank."""
+
+
+def force_chain(guesses: Tensor, sampled: Tensor, expected: float) -> tuple[Tensor, Tensor]:
+    """Accept so many rows of every request: as many as ``expected``, rounded up or down by one draw.
+
+    Makes the accepted guesses the rows' tokens in ``sampled``; what is returned and the arguments are as of
+    :func:`accept_chain`.
+    """
+    requests, rows = guesses.shape
+    length = math.floor(expected)
+    length += _draws.random() < expected - length
+    sampled[:, : length - 1] = guesses[:, 1:length]
+    lengths = torch.full((requests,), length, dtype=torch.int32, device=guesses.device)
+    return lengths, accepted_places(lengths, rows)
+
+
+def accepted_places(lengths: Tensor, rows: int) -> Tensor:
+    """Places in the batch of the accepted rows, int32 [B, n], -1 padded; the first ``lengths``, int [B], of each n."""
+    row = torch.arange(rows, device=lengths.device)
+    first = torch.arange(len(lengths), device=lengths.device)[:, None] * rows
+    return torch.where(row < lengths[:, None], first + row, -1).int()
 
 
 def sample_round(
