@@ -63,7 +63,7 @@ class Descriptor:
         only_nvfp4_experts: whether routed experts must be NVFP4.
         stacks_experts: whether the routed experts of a layer are one matrix, all NVFP4 or none.
         fp32_sums: whether GEMMs write fp32 that a launch of its own rounds.
-        drafts: whether a server drafts on it (``--speculative-algorithm``).
+        drafts: whether a server drafts on it (``--speculative-algorithm``). drafts_blocks: whether by DSpark, too.
         gpu_in: ``module:name`` of the :class:`~nvfp4_sgl.targets.gpus.Gpu` that ``build`` compiles for; empty if
             nothing is compiled ahead.
         note: how far it is from what it should do, or how it is known; empty if neither.
@@ -85,6 +85,7 @@ class Descriptor:
     stacks_experts: bool = False
     fp32_sums: bool = False
     drafts: bool = False
+    drafts_blocks: bool = False
     gpu_in: str = ""
     note: str = ""
 
@@ -149,6 +150,7 @@ CPU = Descriptor(
     gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:decoded",
     stacks_experts=True,
     drafts=True,
+    drafts_blocks=True,
 )
 HOPPER = Descriptor(
     name="hopper",

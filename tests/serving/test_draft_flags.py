@@ -197,6 +197,10 @@ def test_rows_of_another_block(checkpoints: dict[str, Verified]) -> None:
     given = NOTHING | DSPARK | {"model_path": verified.inventory.directory, "speculative_num_draft_tokens": 5}
     with pytest.raises(ConfigError, match="^--speculative-num-draft-tokens 5: expected 6, .*block-size 4$"):
         checks.check_draft(given, verified, "cpu", {})
+    for rows in (0, 1, 11):  # no block has so many tokens and one
+        given["speculative_num_draft_tokens"] = rows
+        with pytest.raises(ConfigError, match=f"^--speculative-num-draft-tokens {rows}: expected 6, .* leave it out$"):
+            checks.check_draft(given, verified, "cpu", {})
 
 
 def test_a_draft_of_another_model(checkpoints: dict[str, Verified]) -> None:

@@ -10,7 +10,7 @@ from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.draft_config import MAX_BLOCK, DsparkConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.serving.drafts.simulated import SIMULATED, simulated_length
-from nvfp4_sgl.targets.target import CPU
+from nvfp4_sgl.targets.target import targets
 
 VERIFY_MODE, STATIC = "SGLANG_RAGGED_VERIFY_MODE", "static"
 """Environment variable of SGLang that has fewer guesses verified where the confidence head expects little."""
@@ -56,15 +56,17 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str) -> No
         ConfigError, UnsupportedError: as :func:`check_flags`.
     """
     flag = f"--speculative-algorithm {given['speculative_algorithm']}"
-    if target != CPU.word:
-        raise UnsupportedError(f"{flag}: not implemented on target {target}, only on {CPU.word}; leave the flag out")
+    drafting = dict.fromkeys(each.word for each in targets() if each.drafts_blocks)
+    if target not in drafting:
+        where = " and ".join(drafting)
+        raise UnsupportedError(f"{flag}: not implemented on target {target}, only on {where}; leave the flag out")
     if given["tp_size"] != 1:
         raise UnsupportedError(f"{flag} with --tp-size {given['tp_size']}: not implemented; leave one of them out")
     found, rows = given["speculative_num_draft_tokens"], block_of(given, verified) + 1
     if found not in (None, rows):
+        other = f", or give --speculative-dspark-block-size {found - 1}" if 1 <= found - 1 <= MAX_BLOCK else ""
         raise ConfigError(
-            f"--speculative-num-draft-tokens {found}: expected {rows}, the block's tokens and one; leave it out, or"
-            f" give --speculative-dspark-block-size {found - 1}"
+            f"--speculative-num-draft-tokens {found}: expected {rows}, the block's tokens and one; leave it out{other}"
         )
 
 
