@@ -202,4 +202,9 @@ class TestCommand:
             write_tiny(tmp_path / "a", "bf16", indextopk=3)
         with pytest.raises(ConfigError, match="o_groups"):
             write_tiny(tmp_path / "a", "bf16", o_groups=3)
+        for field, value in {"num_hidden_layers": None, "num_nextn_predict_layers": "1", "compress_ratios": 7}.items():
+            with pytest.raises(ConfigError, match=f"field '{field}': expected .*, found {value!r}"):
+                write_tiny(tmp_path / "a", "bf16", **{field: value})
+        with pytest.raises(ConfigError, match="field 'num_hidden_layers': expected an integer from 1 to 1024"):
+            write_tiny(tmp_path / "a", "bf16", num_hidden_layers=10**15)
         assert not (tmp_path / "a").exists()
