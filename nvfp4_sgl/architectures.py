@@ -73,8 +73,8 @@ def architectures() -> tuple[Architecture, ...]:
     found = [DEEPSEEK_V4]
     for where, each in added(GROUP, Architecture):
         known = {name for one in found for name in one.names}
-        if known & {*each.names}:
-            raise UnsupportedError(f"{where}: expected an architecture that is not there, found {each.name} again")
+        if again := [name for name in each.names if name in known]:
+            raise UnsupportedError(f"{where}: expected an architecture that is not there, found {again[0]} again")
         found.append(each)
     return tuple(found)
 

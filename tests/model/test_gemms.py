@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.weights.gemms import TOGETHER, OperandKind, distinct_gemms, launched_gemms, step_gemms
+from nvfp4_sgl.weights.gemms import TOGETHER, OperandKind, distinct_gemms, draft_gemms, launched_gemms, step_gemms
 from nvfp4_sgl.weights.parallel import Ownership
 from tests.support.released import FLASH, PRO, config_json
 
@@ -71,6 +73,21 @@ def test_what_each_product_writes() -> None:
 def test_a_model_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(ConfigError, match="--tp-size 3"):
         distinct_gemms(ModelConfig.from_dict(config_json(FLASH)), 3)
+    # One field each that 2 ranks do not divide, or not into whole blocks of 16.
+    config = ModelConfig.from_dict(config_json(FLASH))
+    for wrong, words in {
+        replace(config, o_groups=3): "o_groups is 3, expected a multiple of 2",
+        replace(config, num_attention_heads=7): "num_attention_heads is 7, expected a multiple of 2",
+        replace(config, moe_intermediate_size=48): "moe_intermediate_size is 48, expected a multiple of 32",
+    }.items():
+        with pytest.raises(ConfigError, match=f"--tp-size 2: {words}"):
+            Ownership(size=2).check(wrong)
+
+
+def test_every_block_of_a_draft_has_its_gemms() -> None:
+    found = draft_gemms(ModelConfig.from_dict(config_json(FLASH)), [], 3, Ownership())
+    blocks = [{shard.stem.split(".ffn.")[0].split(".attn.")[0] for shard in gemm.shards} for gemm in found]
+    assert blocks == [{f"mtp.{index}"} for index in range(3) for _ in range(len(found) // 3)]
 
 
 def released(stem: str) -> OperandKind:

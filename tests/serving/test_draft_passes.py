@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,19 @@ def test_captured_steps_keep_their_positions() -> None:
     assert [positions for _, positions, _ in filled] == [[7, 130], [8, 131], [12, 135], [13, 136]]
     assert [ends for _, _, ends in filled] == [[8, 131], [9, 132], [13, 136], [14, 137]]
     assert len({request.positions.data_ptr() for request, *_ in filled} | {round_.positions.data_ptr()}) == 3
+
+
+def test_a_captured_graph_keeps_what_it_reads() -> None:
+    """A graph holds addresses alone; the next one's capture must not free them."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def capture(request: PassRequest) -> None:
+        made.extend(map(weakref.ref, (request.positions, request.ends)))
+
+    steps = make_steps(3, SimpleNamespace(capture=capture))
+    for _ in range(2):
+        steps.init_forward_metadata_out_graph(batch("DECODE", positions=LENGTHS.clone()), in_capture=True)
+    assert len(made) == 8 and all(one() is not None for one in made)
 
 
 def plans(steps: DraftSteps) -> list[Any]:

@@ -14,6 +14,10 @@ from nvfp4_sgl.model.contract import PassKind
 from nvfp4_sgl.serving.backend import KINDS, pass_request
 
 
+def test_the_table_is_closed() -> None:
+    assert [*KINDS] == ["EXTEND", "DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"]
+
+
 def forward_batch(mode: ForwardMode) -> Any:
     """Two requests with one new token each."""
     ends = torch.tensor([7, 300])
