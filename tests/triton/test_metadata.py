@@ -164,6 +164,9 @@ def test_refusals(device: str):
     with pytest.raises(OperandError, match="window_slots' columns: expected one of .128, 144., found 64"):
         narrow = replace(plan.batch, window_slots=plan.window_slots[:, :64].contiguous())
         resolve(replace(plan, batch=narrow), zeros[:2], zeros[:2])
+    with pytest.raises(OperandError, match="window of a block: expected a value in .16, .* found 8"):
+        short = Plan.allocate(zeros, zeros[:2], slots, zeros, window=8, longest=512, is_decode=False, is_block=True)
+        resolve(short, zeros[:2], zeros[:2])
 
 
 def launches() -> None:

@@ -279,6 +279,8 @@ def _check(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None) -> None:
     require_power_of_two(f"{op}: window", "window", plan.window)
     widths = plan.window, plan.window + BLOCK_COLUMNS
     require_one_of(f"{op}: window_slots' columns", plan.window_slots.shape[1], widths)
+    if plan.is_block:  # a program's columns are twice the window
+        require_range(f"{op}: window of a block", plan.window, BLOCK_COLUMNS, 2**31 - 1)
     for name, tensor in {"seq_lens": seq_lens, "new_tokens": new_tokens}.items():
         if tensor is not None:
             require_shape(f"{op}: {name}", tensor, (count,), "[requests]")
