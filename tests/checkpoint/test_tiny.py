@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -202,7 +203,8 @@ class TestCommand:
             write_tiny(tmp_path / "a", "bf16", indextopk=3)
         with pytest.raises(ConfigError, match="o_groups"):
             write_tiny(tmp_path / "a", "bf16", o_groups=3)
-        for field, value in {"num_hidden_layers": None, "num_nextn_predict_layers": "1", "compress_ratios": 7}.items():
+        impossible: dict[str, Any] = {"num_hidden_layers": None, "num_nextn_predict_layers": "1", "compress_ratios": 7}
+        for field, value in impossible.items():
             with pytest.raises(ConfigError, match=f"field '{field}': expected .*, found {value!r}"):
                 write_tiny(tmp_path / "a", "bf16", **{field: value})
         with pytest.raises(ConfigError, match="field 'num_hidden_layers': expected an integer from 1 to 1024"):
