@@ -23,8 +23,8 @@ TAG = re.compile(r"(<[^>]+>)")
 UNBROKEN = re.compile(r"\S*-\w\S*|\d[\d,.]* (?:ms|µs|s|%|×|[GM]i?B|[GT]B/s|TFLOP/s|tokens/s)(?!\w)")
 """Words with a hyphen, and a figure with its unit."""
 OPTION = re.compile(r"<code>(-[^<\s]*)")
-MANY_LETTERS = 30
-"""Of a cell whose column stays wide enough for words where the page is narrow."""
+WIDE_CELL_LETTERS = 30
+"""A cell of at least so many letters keeps its column wide enough for words on a narrow page."""
 OPTIONAL = {"Use it": [("Security", "security.md")]}
 """Navigation entries by section, for pages that are added if their file is there."""
 
@@ -70,7 +70,7 @@ def cell(html: str) -> str:
     """A table's cell without breaks within words; class ``words`` if it holds a sentence."""
     parts = TAG.split(html)
     letters = sum(len(part) for part in parts if not part.startswith("<"))
-    if letters >= MANY_LETTERS and "<code>" not in parts:
+    if letters >= WIDE_CELL_LETTERS and "<code>" not in parts:
         parts[1] = f'{parts[1][:3]} class="words"{parts[1][3:]}'
     return "".join(map(unbroken, parts))
 

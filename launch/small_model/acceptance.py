@@ -21,7 +21,7 @@ STEPS = 3
 
 @dataclass
 class Counts:
-    """Of rounds: their number, the tokens that they gave, and guesses behind right ones alone.
+    """Counts of rounds: their number, the tokens that they gave, and guesses behind right ones alone.
 
     Attributes:
         places, answers, form: [right, guessed]; by place in the round, of answers, of everything else.

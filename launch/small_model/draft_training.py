@@ -182,7 +182,7 @@ class DraftTraining:
         return Progress(self.done, found.mtp.item(), found.dspark.item(), chain, block)
 
     def losses(self, batch: Texts, at: Tensor, weights: dict[str, Tensor]) -> Losses:
-        """Of drafts with these parameters."""
+        """The losses of drafts with these parameters."""
         table = self.target.decoder.model.embed_tokens.weight
         given = (batch.streams, table[batch.ids], table[NOISE_TOKEN], at)
         drafted: Drafted = functional_call(self.drafts, weights, given)

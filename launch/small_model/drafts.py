@@ -20,7 +20,7 @@ ATTENTION = "small_draft"
 STEPS = 3
 """Tokens that the MTP block drafts in training, one after the other; the server's default."""
 STAGES, BLOCK, RANK, NOISE_TOKEN = 3, 5, 32, 2
-"""Of DSpark: blocks of the draft, tokens that it guesses at once, rank of the bias, and the token of unknown places."""
+"""Sizes of DSpark: its blocks, tokens that it guesses at once, rank of the bias, and the token of unknown places."""
 
 
 @dataclass(frozen=True)

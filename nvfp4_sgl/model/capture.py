@@ -11,7 +11,7 @@ from nvfp4_sgl.model.layer import Place, Walk
 from nvfp4_sgl.ops.drafts import stream_means
 
 SUBLAYERS = 2
-"""Of a layer."""
+"""Sublayers of a layer: attention and experts."""
 
 
 def captured_means(walk: Walk, layers: Sequence[int]) -> Tensor:

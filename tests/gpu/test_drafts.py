@@ -31,7 +31,7 @@ from tests.support.interpreted import ON_GPU
 from tests.support.lockstep import relative_errors
 
 BOUND = 1.5
-"""Of the median error, by the reference's own."""
+"""Bound of the median error, as a multiple of the reference's own."""
 PROMPTS, EACH = ((9, 135, 3), 4) if ON_GPU else ((5, 2), 3)
 """Tokens of each request's prompt, and of each in the pass behind it."""
 

@@ -28,7 +28,7 @@ ROWS = {None: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
 
 @pytest.fixture(params=ALGORITHMS, ids=str)
 def round_tokens(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Of a server that drafts so, in whose process the test runs."""
+    """Rows of a round of a server that drafts so, in whose process the test runs."""
     tokens = ALGORITHMS[request.param]
     given = {"speculative_algorithm": request.param, "speculative_num_draft_tokens": tokens} if tokens else {}
     with get_context().override_server_args(page_size=PAGE, **given, speculative_eagle_topk=1):
