@@ -18,8 +18,14 @@ MESSAGES = [(name, start) for name, starts in start_log.LEFT_OUT.items() for sta
 
 @pytest.fixture(autouse=True)
 def own_filters(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Without the filters that an earlier test of this process left: servers' arguments set them."""
     caplog.set_level(logging.INFO)
+    remove_filters()
     yield
+    remove_filters()
+
+
+def remove_filters() -> None:
     for name in start_log.LEFT_OUT:
         logging.getLogger(name).filters.clear()
 
