@@ -15,7 +15,7 @@ from typing import Any
 
 from nvfp4_sgl.checkpoint.decoders import Writer
 from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, TensorSpec
-from nvfp4_sgl.checkpoint.patterns import Targets, Wildcards, modules_around
+from nvfp4_sgl.checkpoint.patterns import Names, Targets, Wildcards
 from nvfp4_sgl.checkpoint.transformers_names import PREFIX
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import MAX_NAME, shown
@@ -159,7 +159,7 @@ def _modelopt(claims: Claims, expert_dtype: object) -> Claims:
     for name in layers:
         claims.listed[name] = f"quantized_layers.{name}"
     for scheme in dict.fromkeys(layers.values()):
-        names = frozenset(name for name, said in layers.items() if said == scheme)
+        names = Names([name for name, said in layers.items() if said == scheme])
         say(Statement("quantized_layers", scheme, _among(names), frozenset({scheme})))
     if moe is not None:
         say(Statement("moe_quant_algo", moe, lambda s: s.role is Role.EXPERT_LINEAR and kept(s), frozenset({moe})))
@@ -231,8 +231,8 @@ def _fitting(
     return lambda spec: targets.fit(spec.name) and kept(spec) and not _any_fits(earlier, spec)
 
 
-def _among(names: frozenset[str]) -> Callable[[TensorSpec], bool]:
-    return lambda spec: any(module in names for module in modules_around(spec.name))
+def _among(names: Names) -> Callable[[TensorSpec], bool]:
+    return lambda spec: names.fit(spec.name)
 
 
 def _groups(claims: Claims, groups: object) -> list[tuple[str, Targets, str]]:

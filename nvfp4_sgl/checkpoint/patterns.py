@@ -34,18 +34,41 @@ def modules_around(stem: str) -> Iterator[str]:
             name = name.rpartition(".")[0]
 
 
+class Names:
+    """Names of matrices or of modules around them."""
+
+    def __init__(self, names: Collection[str]):
+        self._names = frozenset(names)
+        self._modules = {"": False}
+        """Whether a module is named or in one that is: Pro's 71,000 matrices are in a third as many."""
+
+    def fit(self, stem: str) -> bool:
+        """Whether one of them is the matrix ``stem`` or a module around it."""
+        return any(name in self._names or self._has(name.rpartition(".")[0]) for name in names_of(stem))
+
+    def _has(self, module: str) -> bool:
+        if module not in self._modules:
+            self._modules[module] = module in self._names or self._has(module.rpartition(".")[0])
+        return self._modules[module]
+
+
 class Wildcards:
     """ModelOpt's patterns: names of matrices or of modules around them, with ``*``, ``?`` and ``[…]``."""
 
     def __init__(self, patterns: Collection[str]):
-        self._exact = {pattern for pattern in patterns if not re.search(r"[*?\[]", pattern)}
-        wild = [translate(pattern) for pattern in patterns if pattern not in self._exact]
-        self._wild = re.compile("|".join(wild)) if wild else None
+        wild = [pattern for pattern in patterns if re.search(r"[*?\[]", pattern)]
+        self._exact = Names(set(patterns).difference(wild))
+        self._wild = re.compile("|".join(translate(pattern) for pattern in wild)) if wild else None
+        self._known: dict[str, bool] = {}
+        """By matrix: several statements ask about each."""
 
     def fit(self, stem: str) -> bool:
         """Whether one of them fits the matrix ``stem``."""
-        if any(module in self._exact for module in modules_around(stem)):
-            return True
+        if stem not in self._known:
+            self._known[stem] = self._exact.fit(stem) or self._has_wild(stem)
+        return self._known[stem]
+
+    def _has_wild(self, stem: str) -> bool:
         return self._wild is not None and any(self._wild.match(name) for name in names_of(stem))
 
 

@@ -6,9 +6,11 @@ numbers of requests are those of real servers.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,11 +42,13 @@ MOST_PROMPTS = 40
 """Most prompts of a pass."""
 
 
-def verified(folder: Path, model: str, format: TinyFormat) -> Verified:
+@functools.cache
+def verified(model: str) -> Verified:
     fields = config_json(MODELS[model])
     known = {name: value for name, value in fields.items() if name in BASE or name == "compress_ratios"}
-    (folder / "config.json").write_text(json.dumps(tiny_config(format, known)))
-    return verify_dummy(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(tiny_config(TinyFormat.NVFP4_FULL, known)))
+        return verify_dummy(folder)
 
 
 class DryServer:
@@ -144,9 +148,9 @@ FOUND: dict[str, list[tuple[list[int], int]]] = {
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_nothing_is_compiled_once_a_server_is_warm(name: str, tmp_path: Path) -> None:
+def test_nothing_is_compiled_once_a_server_is_warm(name: str) -> None:
     model, target, setting = SERVERS[name]
-    server = DryServer(verified(tmp_path, model, TinyFormat.NVFP4_FULL), target, setting)
+    server = DryServer(verified(model), target, setting)
     assert server.warm
     for added, longest in FOUND.get(name, []):
         assert not (missed := server.missed(added, longest)), (added, longest, [variant.name for variant in missed])
@@ -156,8 +160,8 @@ def test_nothing_is_compiled_once_a_server_is_warm(name: str, tmp_path: Path) ->
         assert not missed, (len(added), sum(added), longest, decode, words)
 
 
-def test_uniform_routing_is_the_same_whatever_the_default_dtype(tmp_path: Path) -> None:
+def test_uniform_routing_is_the_same_whatever_the_default_dtype() -> None:
     """SGLang loads dummy weights with the model's, ``nvfp4-sgl build`` with torch's."""
-    checkpoint, setting = verified(tmp_path, "flash", TinyFormat.NVFP4_FULL), Serving(2, 4096, 4, 1024, True)
+    checkpoint, setting = verified("flash"), Serving(2, 4096, 4, 1024, True)
     built, served = (DryServer(checkpoint, "sm_90a", setting, dtype).warm for dtype in (torch.float32, torch.bfloat16))
     assert built == served
