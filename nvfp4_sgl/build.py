@@ -15,13 +15,15 @@ import torch
 
 from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING, Rings
 from nvfp4_sgl.cache.local import LocalCaches
-from nvfp4_sgl.checkpoint.drafts import DraftKind, draft_kind
+from nvfp4_sgl.checkpoint.drafts import DraftKind
+from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.memory.pools import table_margin
 from nvfp4_sgl.model.contract import Context, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.dspark import DsparkDraft
@@ -41,8 +43,6 @@ Needed = tuple[Sequence[KernelKey], Sequence[ahead.Variant]]
 """GEMMs and Triton kernels."""
 META = torch.device("meta")
 """Tensors with sizes and no storage."""
-EXTRA_TOKENS = 4
-"""Columns that SGLang adds to a table of slots."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Serving:
         ranks: ``--tp-size``. context: ``--context-length``. requests: ``--max-running-requests``.
         chunk: ``--chunked-prefill-size``. uniform_experts: whether uniform routing is simulated.
         mode: ``activation_mode``; ``None`` for that of config.json, or else the target's default.
-        drafted: rows of a request in a pass that verifies the bundled draft; 1 if nothing is drafted.
+        round_tokens: ``--speculative-num-draft-tokens``, tokens of a request in a pass that verifies the bundled draft;
+            0 if nothing is drafted.
     """
 
     ranks: int
@@ -62,12 +63,12 @@ class Serving:
     chunk: int = CHUNK
     uniform_experts: bool = False
     mode: ActivationMode | None = None
-    drafted: int = 1
+    round_tokens: int = 0
 
     @property
     def rings(self) -> Rings:
         """Rows of the compressors' state rings."""
-        return STATE_RING if self.drafted == 1 else DRAFTED_STATE_RING
+        return DRAFTED_STATE_RING if self.round_tokens else STATE_RING
 
 
 def build(
@@ -95,7 +96,7 @@ def build(
     """
     gpu = gpu or descriptor(target).gpu()
     found = [needed(verified, target, setting, gpu) for setting in settings]
-    found += [needed_by_draft(verified, target, setting, gpu) for setting in settings if setting.drafted > 1]
+    found += [needed_by_draft(verified, target, setting, gpu) for setting in settings if setting.round_tokens]
     variants = list(dict.fromkeys(variant for _, more in found for variant in more))
     # A library for each number of ranks and for a draft, as servers look for them; one for all where a folder is given.
     libraries = [keys for keys, _ in found] if output is None else [[key for keys, _ in found for key in keys]]
@@ -130,7 +131,7 @@ def needed(verified: Verified, target: str, setting: Serving, gpu: Gpu) -> Neede
     def of_target(context: Context) -> Needed:
         return _needed(Decoder(context), context, setting)
 
-    return _without_storage(verified, target, setting, gpu, of_target)
+    return _without_storage(verified, verified.inventory, target, setting, gpu, of_target)
 
 
 def needed_by_draft(verified: Verified, target: str, setting: Serving, gpu: Gpu) -> Needed:
@@ -140,24 +141,34 @@ def needed_by_draft(verified: Verified, target: str, setting: Serving, gpu: Gpu)
         ConfigError: it bundles none.
     """
 
+    bundled = verified.draft()
+    if bundled is None:
+        raise ConfigError(f"{verified.inventory.directory}: expected a draft under 'mtp.', found none; draft nothing")
+    kind = bundled.kind
+
     def of_draft(context: Context) -> Needed:
-        draft = _draft(verified, context)
+        draft = _draft(kind, verified, context, setting)
         return _needed(draft, _planned(draft), setting)
 
-    return _without_storage(verified, target, setting, gpu, of_draft)
+    return _without_storage(verified, verified.draft_inventory(), target, setting, gpu, of_draft)
 
 
 @torch.no_grad()
 def _without_storage(
-    verified: Verified, target: str, setting: Serving, gpu: Gpu, find: Callable[[Context], Needed]
+    verified: Verified,
+    inventory: Inventory,
+    target: str,
+    setting: Serving,
+    gpu: Gpu,
+    find: Callable[[Context], Needed],
 ) -> Needed:
-    """Result of ``find`` on ``gpu``, with tensors without storage."""
+    """Result of ``find`` on ``gpu``, with the tensors of ``inventory``, without storage."""
     mode = setting.mode or mode_of(target, verified.raw.get("activation_mode"))
     choice, config = choose(target, mode), with_distinct_layers(verified)
     dry = DryLauncher(target, gpu.clusters)
     with launcher.use(dry), ahead.targeting(gpu.capability, gpu.processors):
         context = Context(
-            DummyReader(verified.inventory, META),
+            DummyReader(inventory, META),
             config,
             choice.boundaries,
             META,
@@ -174,9 +185,9 @@ def _needed(model: Decoder | MtpDraft | DsparkDraft, context: Context, setting: 
     config = context.config
     # The caches' sizes choose no kernel, those of the table of slots do.
     caches = LocalCaches(config, packed=True, dtype=torch.bfloat16, device=META, rings=setting.rings)
-    columns = setting.context + EXTRA_TOKENS
+    columns = setting.context + table_margin(setting.round_tokens)
     table = torch.empty(setting.requests + 1, columns, dtype=torch.int32, device=META)
-    sizes = setting.requests, setting.context, setting.rings, setting.drafted
+    sizes = setting.requests, setting.context, setting.rings, max(setting.round_tokens, 1)
     slots = Slots(table, caches.full_to_swa.to(META), *sizes)
     planner = context.boundaries.plan(context, slots, caches.layers)
     assert isinstance(planner, GemmPlanner)
@@ -184,18 +195,11 @@ def _needed(model: Decoder | MtpDraft | DsparkDraft, context: Context, setting: 
     return planner.gemms(setting.chunk), planner.triton_variants(model, embedding, setting.chunk)
 
 
-def _draft(verified: Verified, context: Context) -> MtpDraft | DsparkDraft:
-    """The draft that the checkpoint bundles.
-
-    Raises:
-        ConfigError: it bundles none.
-    """
-    kind = draft_kind(verified.inventory)
-    if kind is None:
-        raise ConfigError(f"{verified.inventory.directory}: expected a draft under 'mtp.', found none; draft nothing")
+def _draft(kind: DraftKind, verified: Verified, context: Context, setting: Serving) -> MtpDraft | DsparkDraft:
     if kind is DraftKind.MTP:
         return MtpDraft(context)
-    return DsparkDraft(context, DsparkConfig.parse(verified.raw, verified.config))
+    fields = DsparkConfig.parse(verified.raw, verified.config)
+    return DsparkDraft(context, replace(fields, block=setting.round_tokens - 1))
 
 
 def _planned(draft: MtpDraft | DsparkDraft) -> Context:

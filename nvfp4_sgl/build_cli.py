@@ -19,6 +19,7 @@ from nvfp4_sgl.arguments import (
 )
 from nvfp4_sgl.checkpoint.verified import holds_weights, verify
 from nvfp4_sgl.config import require_checkpoint
+from nvfp4_sgl.draft_arguments import add_drafts, from_arguments
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunked-prefill-size", type=positive, default=CHUNK, metavar="TOKENS", help=f"default: {CHUNK}"
     )
+    add_drafts(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,15 +63,17 @@ def run(args: argparse.Namespace) -> int:
     verified = verify(args.directory) if holds_weights(args.directory) else verify_dummy(args.directory)
     mode = mode_of(target, args.mode or verified.raw.get("activation_mode"))
     context = args.context_length or verified.config.max_position_embeddings
+    drafts, round_tokens = from_arguments(args), 0
     for ranks in args.ranks:
         TensorParallel(size=ranks).check(verified.config)
         check_target(target, verified.config, ranks, verified.inventory.storage, mode, context)
+        round_tokens = drafts.round_tokens(verified, target, ranks, mode)
 
     from nvfp4_sgl.build import Serving, build
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     requests, chunk = args.max_running_requests, args.chunked_prefill_size
-    settings = [Serving(ranks, context, requests, chunk, mode=mode) for ranks in args.ranks]
+    settings = [Serving(ranks, context, requests, chunk, mode=mode, round_tokens=round_tokens) for ranks in args.ranks]
     started = time.monotonic()
     gemms, variants = build(verified, target, settings, args.output)
     seconds = time.monotonic() - started
@@ -79,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
                 "target": target,
                 "mode": mode.value,
                 "ranks": args.ranks,
+                "round_tokens": round_tokens,
                 "gemms": gemms,
                 "triton_kernels": variants,
                 "output": args.output and str(args.output),

@@ -53,7 +53,11 @@ class Verified:
 
     def draft_reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
         """The reader of the tensors of :meth:`draft`, as of :meth:`reader`."""
-        return self._opened(self.inventory, device, of_draft=True)
+        return self._opened(self.draft_inventory(), device, of_draft=True)
+
+    def draft_inventory(self) -> Inventory:
+        """The inventory that has the tensors of :meth:`draft`, verified."""
+        return self.inventory
 
     def _opened(
         self,

@@ -60,8 +60,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         if parallel.tp_rank() == 0:
             serving = self.memory.setting
             sizes = (serving.ranks, serving.context, serving.requests, serving.chunk)
-            drafted = max(settings.round_tokens(), 1)
-            setting = Serving(*sizes, self.uniform_experts, self.activation_mode, drafted)
+            setting = Serving(*sizes, self.uniform_experts, self.activation_mode, serving.round_tokens)
             start_compiling(self.verified, self.choice.target, setting)
         self.embed = find("VocabParallelEmbedding")(self.model_config.vocab_size, self.model_config.hidden_size)
         self.head = find("ParallelLMHead")(self.model_config.vocab_size, self.model_config.hidden_size)

@@ -62,8 +62,8 @@ class RandomWeights(Verified):
         sizes = {entry.name: entry.nbytes for entry in _all_entries(specs, storages)}
         return draft_of(kind, self.raw, self.config, storages, sizes)
 
-    def draft_reader(self, device: torch.device | str = "cpu") -> CheckpointReader:
-        """A reader that draws the tensors of :meth:`draft` on ``device``."""
+    def draft_inventory(self) -> Inventory:
+        """The inventory of the tensors of :meth:`draft` alone."""
         draft = self.draft()
         assert draft is not None, "what a server has checked before"
         directory = self.inventory.directory
@@ -72,7 +72,7 @@ class RandomWeights(Verified):
         for spec in draft.specs.values():
             summary.add(spec, draft.storages.get(spec.name), 0)
         inventory.config, inventory.summary = self.config, summary
-        return self._opened(inventory, device, of_draft=True)
+        return inventory
 
     def describe(self) -> str:
         """The weights' origin, in words."""

@@ -28,6 +28,7 @@ from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, Library
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
+from nvfp4_sgl.memory.pools import table_margin
 from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
@@ -334,7 +335,7 @@ class OnTheCpu:
             self.model = Standalone(
                 path, target=target, mode=mode, requests=REQUESTS, capacity=CAPACITY, uniform_experts=uniform_experts
             )
-        table = torch.zeros(REQUESTS + 1, CAPACITY + build.EXTRA_TOKENS, dtype=torch.int32)
+        table = torch.zeros(REQUESTS + 1, CAPACITY + table_margin(0), dtype=torch.int32)
         slots = Slots(table, self.model.caches.full_to_swa, REQUESTS, CAPACITY)
         context = self.model.decoder.context
         planner = context.boundaries.plan(context, slots, self.model.caches.layers)

@@ -11,22 +11,27 @@ from unittest import mock
 import pytest
 import torch
 
+from nvfp4_sgl import cli
 from nvfp4_sgl.build import Serving, needed_by_draft
 from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING, Rings
 from nvfp4_sgl.cache.local import LocalCaches
-from nvfp4_sgl.checkpoint.drafts import DraftKind, draft_kind
+from nvfp4_sgl.checkpoint.drafts import DraftKind
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
-from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelCache, KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.draft_config import DsparkConfig
+from nvfp4_sgl.memory.pools import table_margin
 from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.mtp import MtpDraft
+from nvfp4_sgl.serving.drafts import checks
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.targets.fused import compile_ahead
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
 from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.triton_kernels import ahead
@@ -48,9 +53,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return path
 
 
-def slots_of(swa: torch.Tensor, drafted: int = EACH, rings: Rings = DRAFTED_STATE_RING) -> Slots:
-    table = torch.zeros(REQUESTS + 1, CAPACITY + 4, dtype=torch.int32)
-    return Slots(table, swa, REQUESTS, CAPACITY, rings, drafted)
+def slots_of(
+    swa: torch.Tensor, drafted: int = EACH, rings: Rings = DRAFTED_STATE_RING, longest: int = CAPACITY
+) -> Slots:
+    table = torch.zeros(REQUESTS + 1, longest + table_margin(drafted), dtype=torch.int32)
+    return Slots(table, swa, REQUESTS, longest, rings, drafted)
 
 
 def passes(each: int, kind: PassKind) -> Sequence[PassRequest]:
@@ -86,10 +93,9 @@ def test_passes_that_verify(checkpoint: Path, target: str) -> None:
 
 
 class Drafting:
-    """A draft on a GPU target whose launches are noted, on real tensors."""
+    """A draft on a GPU target whose launches are noted, on real tensors; a block is a token shorter than a pass."""
 
-    def __init__(self, checkpoint: Path, target: str):
-        verified = verify(checkpoint)
+    def __init__(self, verified: Verified, target: str, longest: int = CAPACITY):
         self.launcher = NotingLauncher(target, descriptor(target).gpu().clusters)
         self._gpu, read = descriptor(target).gpu(), CheckpointReader.read
         # Aligned, as on a GPU: what is read lies in the file as it comes.
@@ -97,16 +103,19 @@ class Drafting:
             reader = verified.draft_reader()
             context = Context(reader, verified.config, descriptor(target).boundaries(), dtype=torch.bfloat16)
             self.fields: DsparkConfig | None = None
+            bundled = verified.draft()
+            assert bundled is not None
             self.draft: MtpDraft | DsparkDraft
-            if draft_kind(verified.inventory) is DraftKind.MTP:
+            if bundled.kind is DraftKind.MTP:
                 self.draft, blocks = MtpDraft(context), 1
             else:
-                self.fields = DsparkConfig.parse(verified.raw, verified.config)
+                self.fields = replace(DsparkConfig.parse(verified.raw, verified.config), block=EACH - 1)
                 self.draft, blocks = DsparkDraft(context, self.fields), self.fields.stages
         config = replace(verified.config, num_hidden_layers=blocks, layer_kinds=(LayerKind.SWA,) * blocks)
         caches = LocalCaches(config, packed=True, dtype=torch.bfloat16)
         context = replace(self.draft.context, config=config)
-        self.planner: Any = context.boundaries.plan(context, slots_of(caches.full_to_swa), caches.layers)
+        slots = slots_of(caches.full_to_swa, longest=longest)
+        self.planner: Any = context.boundaries.plan(context, slots, caches.layers)
         self.table = torch.zeros(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
 
     def variants(self, work: Callable[[], object]) -> set[ahead.Variant]:
@@ -124,7 +133,7 @@ class Drafting:
 @torch.no_grad()
 def test_passes_of_a_draft(checkpoint: Path, target: str) -> None:
     """They launch nothing that was not warmed up: GEMMs of the draft's own matrices, and Triton kernels."""
-    drafting = Drafting(checkpoint, target)
+    drafting = Drafting(verify(checkpoint), target)
     warm, fields = drafting.warm_up(), drafting.fields
     drafting.launcher.gemms.clear()
 
@@ -145,19 +154,76 @@ def test_passes_of_a_draft(checkpoint: Path, target: str) -> None:
     assert stems >= ({"mtp.0.main_proj"} if fields else {"mtp.0.e_proj", "mtp.0.h_proj"})
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_draft_without_storage_needs_the_same_kernels(checkpoint: Path, target: str) -> None:
-    verified, gpu = verify(checkpoint), descriptor(target).gpu()
-    drafting = Drafting(checkpoint, target)
-    gemms, variants = needed_by_draft(verified, target, Serving(1, CAPACITY, REQUESTS, CHUNK, drafted=EACH), gpu)
+FLAGS = {
+    "mtp": ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(EACH - 1)),
+    "dspark": ("--speculative-algorithm", "dspark", "--speculative-dspark-block-size", str(EACH - 1)),
+}
+LONGEST = 1020
+"""Tokens of a context. A row of slots is a multiple of 16 columns where nothing is drafted, and is none here."""
+
+
+@pytest.mark.parametrize(("checkpoint", "target"), [("mtp", "sm_90a"), ("dspark", "sm_100a")], indirect=["checkpoint"])
+def test_build_makes_what_a_drafted_server_asks_for(
+    checkpoint: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GEMMs in a library for the target and one for the draft, by whose kernels they are found, and Triton kernels."""
+    monkeypatch.setattr(checks, "check_draft", lambda *given: None)  # kernels of targets that draft nothing yet, too
+    made: dict[Path, set[KernelKey]] = {}
+    variants: set[ahead.Variant] = set()
+
+    def note(keys: Sequence[KernelKey], several: Sequence[ahead.Variant], folder: Path, capability: int) -> None:
+        made[folder] = set(keys)
+        variants.update(several)
+
+    monkeypatch.setattr(compile_ahead, "compile_missing", note)
+    asked: dict[Path, set[KernelKey]] = {}
+    cpu, drafting = OnTheCpu(checkpoint, target), Drafting(verify(checkpoint), target, LONGEST)
+    context, caches = cpu.model.decoder.context, cpu.model.caches
+    slots = slots_of(caches.full_to_swa, longest=LONGEST)
+    planner: Any = context.boundaries.plan(context, slots, caches.layers)
+    warm = cpu.variants(lambda: planner.warm_up(cpu.model.decoder, cpu.model.table, CHUNK)) | drafting.warm_up()
+    for each in (planner, drafting.planner):
+        with launcher.use(drafting.launcher):
+            keys = each.gemms(CHUNK)
+        asked[compile_ahead.library_folder(keys)] = set(keys)
+
+    sizes = {"--context-length": LONGEST, "--max-running-requests": REQUESTS, "--chunked-prefill-size": CHUNK}
+    flags = [str(word) for pair in sizes.items() for word in pair]
+    kind = "mtp" if drafting.fields is None else "dspark"
+    assert cli.main(["build", str(checkpoint), "--target", target, *flags, *FLAGS[kind]]) == 0
+    assert made == asked and variants == warm
+
+
+@pytest.mark.parametrize("checkpoint", ["mtp"], indirect=True)
+def test_a_draft_of_random_weights(checkpoint: Path) -> None:
+    """In the storages that config.json claims, though there is no tensor."""
+    verified, target = verify_dummy(checkpoint), "sm_90a"
+    drafting = Drafting(verified, target)
+    setting = Serving(1, CAPACITY, REQUESTS, CHUNK, round_tokens=EACH)
+    gemms, variants = needed_by_draft(verified, target, setting, descriptor(target).gpu())
     assert set(variants) == drafting.warm_up()
     with launcher.use(drafting.launcher):
         assert list(gemms) == list(drafting.planner.gemms(CHUNK))
 
 
+REFUSED = {
+    ("sm_100a", FLAGS["mtp"]): "--speculative-algorithm EAGLE: not implemented on target sm_100a",
+    ("sm_90a", FLAGS["dspark"]): "--speculative-algorithm DSPARK: expected",
+    ("sm_90a", FLAGS["mtp"][2:]): "--speculative-num-steps 3: expected --speculative-algorithm, too",
+    ("sm_90a", (*FLAGS["mtp"], *FLAGS["dspark"][2:])): "--speculative-dspark-block-size 3: expected",
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["mtp"], indirect=True)
+def test_build_refuses_what_a_server_refuses(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for (target, flags), message in REFUSED.items():
+        assert cli.main(["build", str(checkpoint), "--target", target, *flags]) == 2
+        assert f"nvfp4-sgl: error: {message}" in capsys.readouterr().err
+
+
 def test_a_run_without_drafts_compiles_nothing_for_them() -> None:
     """Rings and passes are what they were."""
-    slots = replace(slots_of(torch.zeros(1, dtype=torch.int64), drafted=1), rings=STATE_RING)
+    slots = replace(slots_of(torch.zeros(1, dtype=torch.int64)), drafted=1, rings=STATE_RING)
     kinds = {one.kind for one in warm_up_passes(slots, CAPACITY, TensorParallel())}
     assert kinds == {PassKind.EXTEND, PassKind.DECODE}
     drafted = [*warm_up_passes(replace(slots, drafted=EACH), CAPACITY, TensorParallel(), block=3)]

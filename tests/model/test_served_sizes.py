@@ -22,6 +22,7 @@ from nvfp4_sgl.build import META, Serving
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.memory.pools import table_margin
 from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.synthetic.dummy import DummyReader
@@ -75,7 +76,7 @@ class DryServer:
             finally:
                 torch.set_default_dtype(before)
             caches = LocalCaches(config, packed=True, dtype=torch.bfloat16, device=META)
-            columns = setting.context + build.EXTRA_TOKENS
+            columns = setting.context + table_margin(0)
             table = torch.empty(setting.requests + 1, columns, dtype=torch.int32, device=META)
             slots = Slots(table, caches.full_to_swa.to(META), setting.requests, setting.context)
             planner = choice.boundaries.plan(context, slots, caches.layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,10 +70,11 @@ class DsparkForCausalLM(nn.Module):
         self.config = config
         self.verified = arguments.served_here()
         self.model_config = self.verified.config
-        self.dspark = DsparkConfig.parse(self.verified.raw, self.model_config)
+        fields = DsparkConfig.parse(self.verified.raw, self.model_config)
+        self.dspark = replace(fields, block=settings.draft_block())
         mode = models.activation_mode(config)
         self.choice = choose(detect_target(), None if mode is None else ActivationMode(mode))
-        self.gamma, self.num_stages = settings.draft_block(), self.dspark.stages
+        self.gamma, self.num_stages = self.dspark.block, self.dspark.stages
         self.start_layer, self.end_layer = 0, self.num_stages
         self.draft: DsparkDraft | None = None
         self.vocabulary: tuple[Tensor, Tensor] | None = None
