@@ -10,6 +10,7 @@ batch. Planners take the pin as an argument; operations take that of the current
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from nvfp4_sgl.errors import OperandValueError
@@ -115,17 +116,22 @@ def plan_experts(
     token_tile: int,
     output: Output,
     clusters: Clusters,
+    counts_ahead: bool = False,
     *,
     pin: Pin | None = None,
 ) -> KernelShape:
     """The kernel for a grouped GEMM of experts whose offsets are multiples of ``token_tile``.
 
     The tokens of each expert are known on the device alone; how many pairs there may be in all follows from ``rows``.
+
+    Args:
+        counts_ahead: whether it reads offsets and counts before the previous kernel has ended.
     """
     if pin is not None:
-        return pin.shape(k, token_tile, output, gated=gated, grouped=True)
+        return replace(pin.shape(k, token_tile, output, gated=gated, grouped=True), counts_ahead=counts_ahead)
     pairs = pairs_in(rows, experts, token_tile)
-    return choose_experts(features, k, pairs, experts, gated, output, clusters, token_tile)
+    shape = choose_experts(features, k, pairs, experts, gated, output, clusters, token_tile)
+    return replace(shape, counts_ahead=counts_ahead)
 
 
 def plan_gated(
@@ -281,7 +287,8 @@ def every_key(architecture: str, limit: float, outputs: tuple[Output, ...] = ("b
 
     Those of MXFP8, whose gated kernels write bf16, are among them.
 
-    Down kernels of routed experts are included with and without row weights, all others without.
+    Down kernels of routed experts are included with and without row weights, all others without; kernels of routed
+    experts with counts that are ready and with counts that are waited for.
     """
     if architecture == "sm_90a":
         return every_w4a16_key(limit, outputs)
@@ -290,13 +297,19 @@ def every_key(architecture: str, limit: float, outputs: tuple[Output, ...] = ("b
     k = 1 << 20  # long enough for every split of K
     for output in outputs:
         keys += [KernelKey(architecture, shape) for shape in gemm_shapes(k, TOKEN_TILES, output)]
-        down = [shape for tile in expert_tiles for shape in expert_shapes(k, tile, False, True, output)]
+        down = [shape for tile in expert_tiles for shape in _either_way(expert_shapes(k, tile, False, True, output))]
         keys += [KernelKey(architecture, shape, weighted=weighted) for shape in down for weighted in (False, True)]
     for grouped in (True, False):
         gated = [shape for tile in expert_tiles for shape in expert_shapes(k, tile, True, grouped, "nvfp4")]
+        gated = _either_way(gated) if grouped else gated
         keys += [KernelKey(architecture, shape, limit) for shape in gated]
     for output in outputs:
         keys += [KernelKey(architecture, shape) for shape in gemm_shapes(k, TOKEN_TILES, output, "mxfp8")]
     gated = [shape for tile in expert_tiles for shape in expert_shapes(k, tile, True, False, "bf16", "mxfp8")]
     keys += [KernelKey(architecture, shape, limit) for shape in gated]
     return list(dict.fromkeys(key for key in keys if key.shape.stages >= MIN_STAGES))
+
+
+def _either_way(shapes: Iterable[KernelShape]) -> list[KernelShape]:
+    """Grouped kernels that wait for counts, and those that read them ahead."""
+    return [replace(shape, counts_ahead=ahead) for shape in shapes for ahead in (False, True)]

@@ -82,6 +82,8 @@ def keys_for(
 ) -> list[KernelKey]:
     """The kernels that calls with 1 to ``max_tokens`` tokens use, each once.
 
+    Experts' calls are those of a model: with ``counts_ahead``, but on Hopper of down GEMMs alone.
+
     Args:
         products: the GEMMs of the model.
         max_tokens: the most tokens of a pass.
@@ -154,7 +156,8 @@ def _shape(product: SizedGemm, kind: BlockScaledKind, tokens: int, clusters: Clu
         pairs = tokens * product.experts_per_token
         tile = expert_token_tile_for(pairs, groups, pin)
         rows = rows_of(pairs, groups, tile)
-        return plan_experts(features, k, rows, groups, product.gated, tile, output, clusters, pin=pin)
+        sizes = features, k, rows, groups, product.gated, tile
+        return plan_experts(*sizes, output, clusters, counts_ahead=True, pin=pin)
     tile = token_tile_for(tokens, pin)
     if product.gated:
         return plan_gated(features, k, tokens, tile, output, clusters, kind, pin=pin)

@@ -15,8 +15,25 @@ so that they differ in types and in how many block scales a stage has.
 Warps: one or two teams of four for the epilogue (each warp reads its quarter of tensor memory, the teams alternate at
 a tile's chunks), one that issues the MMAs, one for the TMA loads. The roles meet in two rings of mbarriers: operand
 stages between TMA and MMA, two accumulator buffers between MMA and epilogue. CTAs are persistent; the epilogue of one
-tile runs beside the main loop of the next. Programmatic dependent launch: each CTA sets up, and but for experts issues
-the weight loads of its first stages, before the previous kernel has ended.
+tile runs beside the main loop of the next.
+
+Programmatic dependent launch. A CTA begins while the previous kernel may still run. What it reads before its wait must
+be what no kernel in flight writes:
+
+* before the wait, always: parameters, tensor maps among them (they come with the launch); mbarriers and tensor memory,
+  which are its own.
+* before the wait, but where counts are waited for: codes and block scales of the weights of its first stages. Weights
+  are constants.
+* before the wait with ``counts_ahead``: the experts' offsets and counts, by which those weights are chosen. The kernel
+  that wrote them is at least two launches back, and the one in front waited for its end before it triggered this one
+  (PDL), so that they have been there since before this kernel began.
+* after the wait: tokens and their block scales (load warp); row scales, row weights, alphas, the workspace, and all
+  stores (epilogue warps). The kernel in front makes the first, and kernels before it may read what is overwritten.
+* without ``counts_ahead`` experts' kernels read nothing before the wait: counts may be the work of the kernel in front.
+
+The load warp and the epilogue's warps wait, each for itself. The MMA warp need not: the barriers of the tokens' loads
+hold it back. The next kernel is let in as soon as a CTA has its tensor memory, by experts' kernels only after their
+wait: so the next one may read ahead what kernels before this one wrote.
 
 Numerics: multiplications and sums are the tensor core's (fp32 accumulators); all that follows is fp32 with one rounding
 to the output type. The result does not depend on timing. Where K is split over CTAs (split_k) or pairs (stream_k), the
@@ -267,9 +284,10 @@ class BlockScaledGemm(Gemm):
         schedule: Any
         if cutlass.const_expr(shape.grouped):
             per_expert = cute.make_layout(groups)
-            # The previous kernel of the stream may still be running up to here; it wrote the counts, by which even the
-            # weights are chosen.
-            cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(shape.waits_first):
+                # The previous kernel of the stream may still be running up to here; it wrote the counts, by which even
+                # the weights are chosen.
+                cute.arch.griddepcontrol_wait()
             schedule = GroupedSchedule(
                 place,
                 feature_tiles, shape.token_tile, groups,
@@ -287,19 +305,23 @@ class BlockScaledGemm(Gemm):
         total = schedule.total()
         # Trigger the next kernel of the stream: its CTAs set up as these exit, then wait for the end. Not before this
         # CTA has its tensor memory: a CTA that waits for this kernel could hold it.
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(not shape.counts_ahead):
+            cute.arch.griddepcontrol_launch_dependents()
         tensor_memory = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tensor_memory.ptr)
 
         if warp == load_warp:
             atoms = (atom_a, a), (atom_sfa, sfa), (atom_b, b), (atom_sfb, sfb)
             member = rank if cutlass.const_expr(shape.pair) else Int32(0)
             loads = self._loads(storage, mma, scale_mma, atoms, ctas, scale_ctas, member, peer)
-            load_stages(loads, operands, schedule, total, work, not shape.grouped, shape.cluster > 1)
+            load_stages(loads, operands, schedule, total, work, not shape.waits_first, shape.cluster > 1)
         if warp == mma_warp:
             self._multiply(storage, operands, accumulators, total, mma, tensor_memory, ctas, rank, peer, work)
         if warp < epilogue_warps:
-            if cutlass.const_expr(not shape.grouped):
+            if cutlass.const_expr(not shape.waits_first):
                 cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(shape.counts_ahead):
+                # Only now: the next kernel may read ahead, too, what kernels before this one wrote.
+                cute.arch.griddepcontrol_launch_dependents()
             epilogue = self.epilogue.device(shape, storage, outputs, own)
             if cutlass.const_expr(shape.split_k > 1):
                 self._reduce(accumulators, schedule, total, epilogue, reduction, tensor_memory, own, work)

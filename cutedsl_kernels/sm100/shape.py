@@ -70,6 +70,8 @@ class KernelShape(GemmShape):
         stream_k: the tiles that fill no wave are shared by several pairs, along K, and done first (stream_k.py). For
             plain GEMMs by single pairs with 256 tokens: their sums stay in tensor memory during the next main loop,
             which has the other accumulator buffer.
+        counts_ahead: whether an experts' kernel reads offsets and counts, and loads its first weights, before the
+            previous kernel has ended. That kernel must have waited for the one that wrote them.
 
     Raises:
         ValueError: a combination that does not exist.
@@ -80,6 +82,7 @@ class KernelShape(GemmShape):
     shared_weights: int = 1
     operands: BlockScaledKind = "nvfp4"
     stream_k: bool = False
+    counts_ahead: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,6 +98,8 @@ class KernelShape(GemmShape):
         is_plain_pair = self.pair and self.cluster == 2 and not self.gated and not self.grouped
         if self.stream_k and not (is_plain_pair and self.token_tile == STREAM_K_TILE):
             raise ValueError(f"stream_k is for plain GEMMs by single CTA pairs with token_tile {STREAM_K_TILE}")
+        if self.counts_ahead and not self.grouped:
+            raise ValueError(f"counts_ahead: expected a grouped kernel, found {self}")
         if self.output == "nvfp4" and not self.gated:
             raise ValueError("NVFP4 output needs the bound that the SwiGLU clamp gives: gated kernels only")
         if self.operands == "mxfp8" and (self.grouped or self.output == "nvfp4"):
@@ -114,6 +119,11 @@ class KernelShape(GemmShape):
     def cluster(self) -> int:
         """CTAs of a cluster."""
         return 2 * self.shared_tokens * self.shared_weights if self.pair else self.split_k
+
+    @property
+    def waits_first(self) -> bool:
+        """Whether every warp waits for the previous kernel before it reads anything."""
+        return self.grouped and not self.counts_ahead
 
     @property
     def tile_features(self) -> int:

@@ -42,6 +42,7 @@ class Operands(operators.Operands):
 
     Attributes:
         token_tile: what the tokens' block scales are laid out for.
+        counts_ahead: whether offsets and counts may be read before the previous kernel has ended.
     """
 
     token_scales: Tensor
@@ -51,6 +52,7 @@ class Operands(operators.Operands):
     alpha: Tensor
     offsets: Tensor | None = None
     counts: Tensor | None = None
+    counts_ahead: bool = False
     row_weight: Tensor | None = None
     out_scales: Tensor | None = None
 
@@ -102,6 +104,8 @@ def _check_weights(op: str, x: Operands, k: int) -> None:
 
 def _check_visits(op: str, x: Operands, experts: int) -> None:
     """Check offsets and counts; without them there must be one expert."""
+    if x.counts_ahead and x.offsets is None:
+        raise OperandValueError(f"{op}: counts_ahead: expected False without offsets and counts, found True")
     if x.offsets is not None and x.counts is not None:
         check_experts(op, x.offsets, x.counts, experts)
     elif x.offsets is not None or x.counts is not None:
@@ -195,9 +199,8 @@ def _gate_up(x: Operands, output: Output, target: Target) -> Call:
     if x.offsets is None:
         shape = plan.plan_gated(features, k, rows, x.token_tile, output, target.clusters, pin=target.pin)
     else:
-        shape = plan.plan_experts(
-            features, k, rows, experts, True, x.token_tile, output, target.clusters, pin=target.pin
-        )
+        sizes = features, k, rows, experts, True, x.token_tile
+        shape = plan.plan_experts(*sizes, output, target.clusters, x.counts_ahead, pin=target.pin)
     return _call(x, shape, x.weights, x.alpha)
 
 
@@ -222,7 +225,8 @@ def _down(x: Operands, output: Output, target: Target) -> Call:
     if x.offsets is None:
         shape = plan.plan_gemm(features, k, rows, 1, x.token_tile, output, target.clusters, pin=target.pin)
         return _call(x, shape, x.weights, x.alpha.expand(features))
-    shape = plan.plan_experts(features, k, rows, experts, False, x.token_tile, output, target.clusters, pin=target.pin)
+    sizes = features, k, rows, experts, False, x.token_tile
+    shape = plan.plan_experts(*sizes, output, target.clusters, x.counts_ahead, pin=target.pin)
     return _call(x, shape, x.weights, x.alpha)
 
 
@@ -234,9 +238,14 @@ Room(Operands, ARCHITECTURES, "NVFP4 activations").register(
     Operator(f"product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _check_gemm, _gemm),
     Operator(f"grouped_product({_ROWS}, {_WEIGHTS}, Tensor(a!) out)", _check_grouped_gemm, _gemm),
     Operator(
-        f"expert_gate_up({_ROWS}, {_EXPERTS}, {_WEIGHTS}, float limit, Tensor(a!) out, Tensor(b!)? out_scales)",
+        f"expert_gate_up({_ROWS}, {_EXPERTS}, {_WEIGHTS}, float limit, bool counts_ahead, Tensor(a!) out,"
+        " Tensor(b!)? out_scales)",
         _check_gate_up,
         _gate_up,
     ),
-    Operator(f"expert_down({_ROWS}, Tensor? row_weight, {_EXPERTS}, {_WEIGHTS}, Tensor(a!) out)", _check_down, _down),
+    Operator(
+        f"expert_down({_ROWS}, Tensor? row_weight, {_EXPERTS}, {_WEIGHTS}, bool counts_ahead, Tensor(a!) out)",
+        _check_down,
+        _down,
+    ),
 )

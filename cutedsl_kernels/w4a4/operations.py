@@ -4,6 +4,10 @@ Each takes :class:`Rows` (quantised activations) and :class:`Weights` and writes
 given. Sums are fp32; then ``(acc * row_scale) * alpha``, the activation if any, the row weight if any, and one rounding
 to the output type.
 
+Programmatic dependent launch: a GEMM may load weights before the kernel in front of it has ended, so that that kernel
+may not write them (``launcher.CudaLauncher``). The same holds for the offsets and counts of experts with
+``counts_ahead``.
+
 Limits: K a multiple of 64; the address of every operand, every stride of codes and outputs, and a row of outputs a
 multiple of 16 bytes (features in multiples of 8 for bf16, 4 for fp32, 32 for NVFP4); gated features in multiples of 16;
 at most 512 experts.
@@ -88,7 +92,13 @@ def grouped_product(
 
 
 def expert_gate_up(
-    rows: Rows, weights: Weights, limit: float, *, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+    rows: Rows,
+    weights: Weights,
+    limit: float,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    counts_ahead: bool = False,
 ) -> Tensor:
     """Compute the gate and up projections of each row by its expert and their clamped SwiGLU.
 
@@ -99,6 +109,9 @@ def expert_gate_up(
         out: bf16 or fp32 [R, I], the last dimension contiguous; allocated unless given. Rows that belong to no expert's
             tiles are left as they are.
         dtype: dtype of the result if ``out`` is not given.
+        counts_ahead: of :class:`ExpertRows`: read their offsets and counts, and load the first weights, before the
+            launch in front has ended. That launch must have waited for the one that wrote them before it triggers this
+            one (PDL), as Triton's kernels and the GEMMs over experts do.
 
     Returns:
         ``out``.
@@ -107,25 +120,28 @@ def expert_gate_up(
     """
     if out is None:
         out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[1] // 2), dtype=dtype)
-    torch.ops.nvfp4_sgl.expert_gate_up(*_rows(rows), *rows.offsets_and_counts, *_weights(weights), limit, out, None)
+    groups = rows.offsets_and_counts
+    torch.ops.nvfp4_sgl.expert_gate_up(*_rows(rows), *groups, *_weights(weights), limit, counts_ahead, out, None)
     return out
 
 
-def expert_gate_up_quantized(rows: Rows, weights: Weights, limit: float, *, out: Rows | None = None) -> Rows:
+def expert_gate_up_quantized(
+    rows: Rows, weights: Weights, limit: float, *, out: Rows | None = None, counts_ahead: bool = False
+) -> Rows:
     """Compute :func:`expert_gate_up` and quantise it to NVFP4, as :func:`expert_down` takes it.
 
     Args:
         rows, weights, limit: as in :func:`expert_gate_up`.
         out: rows [R, I] that :func:`hidden_rows` made, written again; allocated unless given.
+        counts_ahead: as in :func:`expert_gate_up`.
 
     Returns:
         ``out``, with the constant row scale fp32(limit² / 2688).
     """
     if out is None:
         out = hidden_rows(rows, weights.codes.shape[1] // 2, limit)
-    torch.ops.nvfp4_sgl.expert_gate_up(
-        *_rows(rows), *rows.offsets_and_counts, *_weights(weights), limit, out.codes, out.block_scales
-    )
+    groups, outputs = rows.offsets_and_counts, (out.codes, out.block_scales)
+    torch.ops.nvfp4_sgl.expert_gate_up(*_rows(rows), *groups, *_weights(weights), limit, counts_ahead, *outputs)
     return out
 
 
@@ -148,6 +164,7 @@ def expert_down(
     *,
     out: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    counts_ahead: bool = False,
 ) -> Tensor:
     """Compute the down projection of each row by its expert, times the row's weight if given.
 
@@ -158,13 +175,15 @@ def expert_down(
         out: bf16 or fp32 [R, F], the last dimension contiguous; allocated unless given. Rows that belong to no expert's
             tiles are left as they are.
         dtype: dtype of the result if ``out`` is not given.
+        counts_ahead: as in :func:`expert_gate_up`.
 
     Returns:
         ``out``.
     """
     if out is None:
         out = rows.codes.new_empty((rows.codes.shape[0], weights.codes.shape[1]), dtype=dtype)
-    torch.ops.nvfp4_sgl.expert_down(*_rows(rows), row_weight, *rows.offsets_and_counts, *_weights(weights), out)
+    groups = rows.offsets_and_counts
+    torch.ops.nvfp4_sgl.expert_down(*_rows(rows), row_weight, *groups, *_weights(weights), counts_ahead, out)
     return out
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nvfp4_sgl.config import LayerKind, RopeTable
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
+from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.model.contract import PassKind, PassRequest, Slots
 from nvfp4_sgl.model.layer import Block, Walk
@@ -33,7 +34,7 @@ from nvfp4_sgl.triton_kernels.common import chip
 from tests.support import native, python_calls
 from tests.support.dry_launches import Launch, dry_launches, explained
 from tests.support.interpreted import INTERPRETED
-from tests.support.reference_gemms import dry_gemms
+from tests.support.reference_gemms import DryLauncher, dry_gemms
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a dry run replaces the interpreter's")
 
@@ -115,6 +116,34 @@ def counted_products() -> Iterator[list[str]]:
         yield seen
 
 
+@contextmanager
+def placed(gemms: DryLauncher, launches: list[Launch]) -> Iterator[list[int]]:
+    """How many of Triton's ``launches`` are in front of each GEMM inside the block."""
+    places: list[int] = []
+    note = gemms.note
+
+    def noted(key: KernelKey) -> None:
+        places.append(len(launches))
+        note(key)
+
+    with mock.patch.object(gemms, "note", noted):
+        yield places
+
+
+def check_counts_are_ready(names: list[str], gemms: list[KernelKey], places: list[int]) -> None:
+    """In front of a GEMM that reads counts ahead is a launch that waits before it triggers, and did not write them.
+
+    Gates and ups follow a kernel of Triton's behind the routing; down follows gates and ups.
+    """
+    ahead = [number for number, key in enumerate(gemms) if key.shape.grouped]
+    assert all(gemms[number].shape == replace(gemms[number].shape, counts_ahead=True) for number in ahead)
+    gate_up, down = ahead
+    in_front = names[: places[gate_up]]
+    assert places[gate_up - 1] < places[gate_up] and in_front[-1] == "_quantize_scattered_kernel"
+    assert any(name.startswith("_route") for name in in_front[:-1])
+    assert (gemms[gate_up].shape.gated, down, places[down]) == (True, gate_up + 1, places[gate_up])
+
+
 def test_launches_of_a_decode_layer_on_sm100(tmp_path: Path) -> None:
     write_tiny(tmp_path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6)
     with dry_gemms() as gemms, torch.no_grad():
@@ -130,8 +159,9 @@ def test_launches_of_a_decode_layer_on_sm100(tmp_path: Path) -> None:
                     block.hc_attn.enter(streams, work.step),
                 )
                 gemms.keys.clear()
-                with dry_launches() as launches, counted_products() as products:
+                with dry_launches() as launches, counted_products() as products, placed(gemms, launches) as places:
                     Walk(sublayers, block.hc_attn, streams, work.step, entered=entered).finish()
+                check_counts_are_ready([launch.name for launch in launches], gemms.keys, places)
                 kind = model.config.kind(layer)
                 names = Counter([launch.name for launch in launches] + products + ["GEMM"] * len(gemms.keys))
                 print(f"{kind.name}: {names.total()} launches {dict(names)}")

@@ -13,10 +13,11 @@ from nvfp4_sgl.cutedsl_kernels.w8a16 import operations as w8a16  # noqa: F401
 NAMESPACE = "nvfp4_sgl"
 SCHEMAS = {
     "expert_down": "(Tensor tokens, Tensor token_scales, Tensor row_scale, int token_tile, Tensor? row_weight,"
-    " Tensor? offsets, Tensor? counts, Tensor weights, Tensor weight_scales, Tensor alpha, Tensor(a!) out) -> ()",
+    " Tensor? offsets, Tensor? counts, Tensor weights, Tensor weight_scales, Tensor alpha, bool counts_ahead,"
+    " Tensor(a!) out) -> ()",
     "expert_gate_up": "(Tensor tokens, Tensor token_scales, Tensor row_scale, int token_tile, Tensor? offsets,"
-    " Tensor? counts, Tensor weights, Tensor weight_scales, Tensor alpha, float limit, Tensor(a!) out,"
-    " Tensor(b!)? out_scales) -> ()",
+    " Tensor? counts, Tensor weights, Tensor weight_scales, Tensor alpha, float limit, bool counts_ahead,"
+    " Tensor(a!) out, Tensor(b!)? out_scales) -> ()",
     "grouped_product": "(Tensor tokens, Tensor token_scales, Tensor row_scale, int token_tile, Tensor weights,"
     " Tensor weight_scales, Tensor alpha, Tensor(a!) out) -> ()",
     "mxfp8_gate_up": "(Tensor tokens, Tensor token_scales, int token_tile, Tensor weights, Tensor weight_scales,"

@@ -24,6 +24,8 @@ from benchmarks.sm100.measure import CudaTimer, Measured, measure
 from benchmarks.sm100.steps import (
     PREFILL_TOKENS,
     WHOLE_WAVES,
+    AheadCredit,
+    Step,
     passes,
     persistent_gain,
     prefill_excess,
@@ -48,8 +50,9 @@ kernel: token tile, CTA pairs of a cluster (along features x along tokens), whet
 wave (stream-K), CTAs that split K, output. in flight: TMA stages of a ring on their way. MMA/stage, cp: tcgen05.mma and
 tcgen05.cp of 256 of K; MMA warp, TMA warp: other PTX instructions that these warps spend on it. busy: the tensor core
 in a main loop of K = 2048 (narrow tiles: operands from HBM). handover: cycles between two tiles in the tensor core.
-drain: cycles of a tile's epilogue. tail: SM time without a tile. HBM/least, TMA/least: bytes over those of codes, block
-scales and outputs, each once. floor: at 7.2 TB/s or 9 PFLOP/s, whichever takes longer. modelled us:
+drain: cycles of a tile's epilogue. ahead: experts' counts are read, and first weights sent for, before the wait for the
+kernel in front, which no time here credits. tail: SM time without a tile. HBM/least, TMA/least: bytes over those of
+codes, block scales and outputs, each once. floor: at 7.2 TB/s or 9 PFLOP/s, whichever takes longer. modelled us:
 cutedsl_kernels/sm100/cost.py, launches overlap. alone us: between idle launches."""
 
 
@@ -72,6 +75,9 @@ Without the compressors' matrices, which are bf16 there: a library multiplies th
 launch a product that is not counted either."""
 PERSISTENT = """\
 One persistent kernel for gate/up and down is not built; its gain in a decode step of one token, by this model:"""
+AHEAD = """\
+Experts' GEMMs read counts, and send for their first weights, before they wait for the kernel in front. The times above
+do not credit it. An uncalibrated bound, if it took no time at all, of a decode step of one token:"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,6 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, found in passes(chosen).items():
         if name[2] == 1:
             print(f"* {name[0]}, TP {name[1]}: {persistent_gain(found):.1%}")
+    print("\n" + AHEAD + "\n")
+    for step in sums:
+        if step.tokens == 1:
+            print(ahead_line(step, AheadCredit.of(passes(chosen)[step.name])))
     print()
     if args.record:
         record(sums, args.record)
@@ -166,7 +176,8 @@ def label(shape: KernelShape) -> str:
         words.append("stream-K")
     if shape.split_k > 1:
         words.append(f"split {shape.split_k}")
-    words += [name for name, holds in (("gated", shape.gated), ("grouped", shape.grouped)) if holds]
+    kinds = ("gated", shape.gated), ("grouped", shape.grouped), ("ahead", shape.counts_ahead)
+    words += [name for name, holds in kinds if holds]
     words += [shape.operands] if shape.operands != "nvfp4" else []
     return " ".join([*words, shape.output])
 
@@ -221,6 +232,12 @@ def row(case: Case, measured: Measured | None) -> dict[str, Any]:
         line |= {f"{name} us": round(seconds * 1e6, 2) for name, seconds in measured.others.items()}
         line["error"] = round(measured.error, 3)
     return line
+
+
+def ahead_line(step: Step, credit: AheadCredit) -> str:
+    counts, weights = step.seconds - credit.counts, step.seconds - credit.counts - credit.weights
+    without, fewer, least = (round(seconds * 1e6) for seconds in (step.seconds, counts, weights))
+    return f"* {step.model}, TP {step.ranks}: {without} us; {fewer} less the counts; {least} less the weights' way, too"
 
 
 def short(name: str) -> str:

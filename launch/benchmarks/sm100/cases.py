@@ -66,7 +66,8 @@ class Case:
         one, tile = self.product, self.token_tile
         if self.routed:
             rows = rows_of(self.pairs, one.groups, tile)
-            return plan_experts(one.features, one.k, rows, one.groups, one.gated, tile, one.output, B200_CLUSTERS)
+            sizes = one.features, one.k, rows, one.groups, one.gated, tile
+            return plan_experts(*sizes, one.output, B200_CLUSTERS, counts_ahead=True)
         if one.gated:
             return plan_gated(one.features, one.k, self.tokens, tile, one.output, B200_CLUSTERS, self.kind)
         return plan_gemm(one.features, one.k, self.tokens, one.groups, tile, one.output, B200_CLUSTERS, self.kind)

@@ -254,10 +254,11 @@ def _launch(case: Case, tokens: Rows, weights: Weights) -> tuple[Callable[[], ob
     one = case.product
     if one.gated:
         hidden = operations.hidden_rows(tokens, one.features, case.limit)
-        return lambda: operations.expert_gate_up_quantized(tokens, weights, case.limit, out=hidden), hidden
+        ahead, gate_up = case.routed, operations.expert_gate_up_quantized
+        return lambda: gate_up(tokens, weights, case.limit, out=hidden, counts_ahead=ahead), hidden
     out = tokens.codes.new_empty((*tokens.codes.shape[:-1], one.features), dtype=DTYPES[case.product.output])
     if case.routed:
-        return lambda: operations.expert_down(tokens, weights, out=out), out
+        return lambda: operations.expert_down(tokens, weights, out=out, counts_ahead=True), out
     call = operations.grouped_product if tokens.codes.dim() == 3 else operations.product
     return lambda: call(tokens, weights, out=out), out
 

@@ -65,14 +65,17 @@ class W4A4ExpertGemms(nn.Module):
         return operations.expert_token_tile_for(rows, self.groups)
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        """A token is quantised once and stored wherever its experts read it."""
+        """A token is quantised once and stored wherever its experts read it.
+
+        Both GEMMs read counts ahead: the routing wrote them, and the quantisation between has waited for it.
+        """
         groups = (routes.tile, routes.offsets, routes.counts)
         rows = ExpertRows.of_experts(len(routes.source_row), x.shape[1], *groups)
         quantize_scattered(x, routes.destination, rows)
         w13, w2 = self.w13.operand, self.w2.operand
         hidden = ExpertRows.of_experts(len(routes.source_row), w2.k, *groups, scale=self._hidden_scale)
-        operations.expert_gate_up_quantized(rows, w13, self._limit, out=hidden)
-        return operations.expert_down(hidden, w2)
+        operations.expert_gate_up_quantized(rows, w13, self._limit, out=hidden, counts_ahead=True)
+        return operations.expert_down(hidden, w2, counts_ahead=True)
 
 
 class W4A4:

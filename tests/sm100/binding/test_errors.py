@@ -88,6 +88,7 @@ def experts() -> Arguments:
     return {
         "offsets": torch.arange(0, T, 8, dtype=torch.int32),
         "counts": torch.tensor([3, 0, 8], dtype=torch.int32),
+        "counts_ahead": False,
     }
 
 
@@ -213,6 +214,15 @@ def test_a_wrong_argument_is_named(
 def test_experts_without_offsets_are_one() -> None:
     with pytest.raises(OperandTypeError, match="expert_down: offsets: expected a tensor, since there are 3 experts"):
         call("expert_down", offsets=None, counts=None)
+
+
+def test_only_counts_that_there_are_can_be_ready(recorder: Recorder) -> None:
+    one = weights(1, F, K, alpha=(1,)) | {"offsets": None, "counts": None}
+    with pytest.raises(OperandValueError, match="counts_ahead: expected False without offsets and counts, found True"):
+        call("expert_down", **one, counts_ahead=True)
+    call("expert_down", **one)
+    call("expert_down", counts_ahead=True)
+    assert [made.shape.counts_ahead for made in recorder.calls] == [False, True]
 
 
 def test_there_are_at_most_512_experts() -> None:

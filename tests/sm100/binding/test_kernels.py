@@ -171,7 +171,7 @@ def test_operations_ask_for_what_warm_up_ran() -> None:
             arguments |= {"token_tile": tile, "token_scales": scales.view(torch.float8_e4m3fn)}
             getattr(torch.ops.nvfp4_sgl, op)(**arguments)
         for op in ("expert_gate_up", "expert_down"):
-            getattr(torch.ops.nvfp4_sgl, op)(**VALID[op]())
+            getattr(torch.ops.nvfp4_sgl, op)(**VALID[op]() | {"counts_ahead": True})
         rows = MxFp8Rows.allocate(T, K, plan.token_tile_for(T), "cpu")
         codes, scale = torch.zeros(2, F, K, dtype=torch.uint8), torch.zeros(2, F, K // 32, dtype=torch.uint8)
         weights = MxFp8Tensor(codes.view(torch.float8_e4m3fn), scale)

@@ -33,6 +33,8 @@ SHAPES = [
     KernelShape(16, gated=True, grouped=True, split_k=4, output="nvfp4"),
     KernelShape(64, grouped=True),
     KernelShape(8, grouped=True, split_k=8),
+    KernelShape(8, gated=True, grouped=True, split_k=8, output="nvfp4", counts_ahead=True),
+    KernelShape(8, grouped=True, counts_ahead=True),
     KernelShape(8, operands="mxfp8"),
     KernelShape(64, split_k=4, operands="mxfp8"),
     KernelShape(256, output="fp32", operands="mxfp8"),
@@ -42,7 +44,7 @@ SHAPES = [
 
 
 def name(shape: KernelShape) -> str:
-    kinds = "grouped " * shape.grouped + "gated " * shape.gated + "pair " * shape.pair
+    kinds = "grouped " * shape.grouped + "ahead " * shape.counts_ahead + "gated " * shape.gated + "pair " * shape.pair
     kinds += "MXFP8 " * (shape.operands == "mxfp8") + "stream-K " * shape.stream_k
     return f"{kinds}{shape.token_tile} {shape.output}" + f" split {shape.split_k}" * (shape.split_k > 1)
 

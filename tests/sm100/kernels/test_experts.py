@@ -25,6 +25,10 @@ def down(token_tile: int, pair: bool = False, split_k: int = 1, output: Output =
     return KernelShape(token_tile, pair=pair, grouped=True, split_k=split_k, output=output)
 
 
+def ahead(shape: KernelShape) -> KernelShape:
+    return replace(shape, counts_ahead=True)
+
+
 CASES = [
     # Few tokens: an empty expert first, in the middle and last, one tile and more.
     ExpertCase(gate_up(8), (0, 1, 9, 0, 8, 0), features=128, k=320),
@@ -57,6 +61,10 @@ CASES = [
     ExpertCase(gate_up(8, split_k=8, output="bf16"), (3, 0, 8), features=64, k=2112),
     ExpertCase(down(8, split_k=4), (0, 9, 2), features=200, k=1024),
     ExpertCase(down(32, split_k=2, output="fp32"), (33, 4), features=136, k=512),
+    # Counts ahead: an empty expert first; more K than stages; pairs whose second token tile lies beyond the rows.
+    ExpertCase(ahead(gate_up(8)), (0, 1, 9, 0), features=64, k=2304),
+    ExpertCase(ahead(down(16, split_k=4)), (0, 17, 2), features=136, k=1024),
+    ExpertCase(ahead(replace(down(128, pair=True), shared_weights=2)), (0, 130, 1), features=136, k=64),
 ]
 
 
@@ -65,6 +73,7 @@ def name(case: ExpertCase) -> str:
     if case.shape.pair:
         kind += f" {case.shape.shared_tokens}x{case.shape.shared_weights} pairs"
     kind += f" split {case.shape.split_k}" * (case.shape.split_k > 1)
+    kind += " ahead" * case.shape.counts_ahead
     return f"{kind} {case.shape.token_tile} {case.shape.output} {case.counts} {case.features}x{case.k}"
 
 
@@ -74,7 +83,15 @@ def test_equals_the_reference(case: ExpertCase) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [down(8), down(8, split_k=2), replace(down(128, pair=True), shared_weights=2)], ids=str
+    "shape",
+    [
+        down(8),
+        down(8, split_k=2),
+        replace(down(128, pair=True), shared_weights=2),
+        ahead(down(8, split_k=2)),
+        ahead(replace(down(128, pair=True), shared_weights=2)),
+    ],
+    ids=str,
 )
 def test_no_expert_has_a_token(shape: KernelShape) -> None:
     statistics = ExpertCase(shape, (0, 0, 0), features=128, k=512).check(STRICT)
