@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import LayerKind
-from nvfp4_sgl.model.contract import Boundaries, Context
+from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.layer import Block
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.target import CPU, HOPPER
@@ -84,8 +84,8 @@ def rows() -> list[Row]:
         return build
 
     given = CPU.boundaries()
-    names = [field.name for field in fields(Boundaries) if getattr(given, field.name) is not None]
-    recorded = replace(given, **{name: noted(name, getattr(given, name)) for name in names})
+    noting: dict[str, Any] = {name: noted(name, getattr(given, name)) for name in given.names()}
+    recorded = replace(given, **noting)
     found: dict[LayerKind, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(Path(folder) / "tiny", "nvfp4-full", seed=0)

@@ -112,11 +112,12 @@ class Bundled:
         step, model = self.plan(start, self.length, PassKind.EXTEND), self.target.model
         if isinstance(self.draft, DsparkDraft):
             assert self.dspark is not None
-            self.draft.inject([streams[layer] for layer in self.dspark.captured_layers], step, self.caches.layers)
+            means = self.draft.means([streams[layer] for layer in self.dspark.captured_layers])
+            self.draft.inject(means, step, self.caches.layers)
             ids = torch.tensor([tokens[-1], *[self.dspark.noise_token] * (self.dspark.block - 1)])
             block = self.plan(self.length, self.length + self.dspark.block, PassKind.BLOCK)
             hidden = self.draft(model.decoder.embed(ids, model.table), ids, block, self.caches.layers)
-            found: list[int] = self.draft.choose(model.logits(hidden)[None], ids[:1])[0].tolist()
+            found: list[int] = self.draft.guesses.choose(model.logits(hidden)[None], ids[:1])[0].tolist()
             return found
         ids, seen, guesses = torch.tensor(tokens), streams[-1], list[int]()
         while True:

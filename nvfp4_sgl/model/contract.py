@@ -319,8 +319,41 @@ class MtpInput(Protocol):
 class DsparkInput(Protocol):
     """The target's states that DSpark's stages read (specification §7)."""
 
-    def __call__(self, captured: Sequence[Tensor], takes: Form) -> Activation:
-        """[T, d], normalised, in the form ``takes``; from the target's streams [T, n, d] behind its captured layers."""
+    def __call__(self, means: Tensor, takes: Form) -> Activation:
+        """[T, d], normalised, in the form ``takes``; from the mean streams behind the captured layers, [T, layers * d]
+        in the model dtype.
+        """
+
+
+class DsparkGuesses(Protocol):
+    """From DSpark's hidden states to the tokens of a block (specification §7)."""
+
+    @property
+    def w1(self) -> Tensor:
+        """[vocabulary, r], of the bias by the token before; ``w2`` as well."""
+
+    @property
+    def w2(self) -> Tensor: ...
+
+    def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """fp32 [T, vocabulary], from hidden states [T, d] and the target's LM head [rows, d], maybe padded."""
+
+    def choose(self, logits: Tensor, anchor: Tensor) -> Tensor:
+        """Greedy tokens int64 [B, block], from logits [B, block, vocabulary] and int64 [B] anchors."""
+
+
+@dataclass(frozen=True)
+class DsparkBoundaries:
+    """What only DSpark has on a target.
+
+    Attributes:
+        capture: writes the mean of streams [T, n, d] to columns [T, d] of what ``input`` reads.
+        input, guesses: told what the names of the draft's tensors begin with, of the first and the last stage.
+    """
+
+    capture: Callable[[Tensor, Tensor], object]
+    input: Callable[[Context, str], DsparkInput]
+    guesses: Callable[[Context, str], DsparkGuesses]
 
 
 class Router(Protocol[StepIn, RoutesOut]):
@@ -360,13 +393,14 @@ class Boundaries(Generic[StepT, MixT, EntriesT, RoutesT, ExpertsT]):
     """Also told the experts, whose GEMMs say how rows are grouped."""
     experts: Callable[[Context, Sequence[ExpertMatrices]], ExpertsT]
     mtp_input: Callable[[Context, str], MtpInput] | None = None
-    dspark_input: Callable[[Context, str], DsparkInput] | None = None
     """Told what the names of the draft's tensors begin with; ``None`` where the target does not draft so."""
+    dspark: DsparkBoundaries | None = None
+    """``None`` where the target does not draft so."""
 
     def names(self) -> dict[str, str]:
         """``module:name`` of the implementation of each boundary of a pass, and in brackets what it is bound to.
 
-        Inputs of drafts, which no pass of the decoder has, are left out.
+        What drafts have of their own, which no pass of the decoder has, is left out.
         """
         required = [each.name for each in fields(self) if each.default is MISSING]
         return {name: _where(getattr(self, name)) for name in required}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,11 +13,9 @@ from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.checkpoint.names import dspark_specs
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import Context, Form, SiteNames
+from nvfp4_sgl.model.contract import Context, DsparkBoundaries, Form, SiteNames
 from nvfp4_sgl.model.layer import Block, Walk
-from nvfp4_sgl.ops.drafts import draft_greedily, markov_bias
 from nvfp4_sgl.weights.gemms import DraftMatrices
-from nvfp4_sgl.weights.source import frozen
 
 
 class DsparkDraft(nn.Module):
@@ -32,34 +32,41 @@ class DsparkDraft(nn.Module):
 
     def __init__(self, context: Context, dspark: DsparkConfig):
         super().__init__()
-        if context.boundaries.dspark_input is None:
+        parts = context.boundaries.dspark
+        if parts is None:
             raise UnsupportedError("DSpark drafts: this target computes none; serve without --speculative-algorithm")
         layers = [context.config.draft_layer(stage) for stage in range(dspark.stages)]
         first, last = layers[0].stem, layers[-1].stem
         main_proj = dspark_specs(context.config, dspark)[f"{first}.main_proj"]
         matrices = DraftMatrices(dspark.stages, (main_proj,), block=dspark.block)
         self.context, self.dspark = replace(context, draft=matrices), dspark
-        self.input = context.boundaries.dspark_input(context, first)
+        self.parts: DsparkBoundaries = parts
+        self.input = parts.input(context, first)
         self.stages = nn.ModuleList(Block(context, layer) for layer in layers)
         names = SiteNames(f"{last}.hc_head", f"{last}.norm.weight", 0)
         self.hc_head = context.boundaries.site(context, names, Form.VALUES)
         self.unused = (f"{last}.confidence_head.proj",)
-        self.w1, self.w2 = (
-            frozen(context.read(f"{last}.markov_head.{name}.weight")) for name in ("markov_w1", "markov_w2")
-        )
+        self.guesses = parts.guesses(context, last)
 
-    def inject(self, captured: Sequence[Tensor], step: object, caches: Sequence[LayerCache]) -> None:
+    def means(self, captured: Sequence[Tensor]) -> Tensor:
+        """What :meth:`inject` takes, from the streams [T, n, d] behind each of the target's captured layers."""
+        tokens, _, width = captured[0].shape
+        means = captured[0].new_empty(tokens, len(captured) * width)
+        for streams, columns in zip(captured, means.split(width, dim=1), strict=True):
+            self.parts.capture(streams, columns)
+        return means
+
+    def inject(self, means: Tensor, step: object, caches: Sequence[LayerCache]) -> None:
         """Write what every stage keeps of tokens that the target has processed.
 
         Args:
-            captured: [T, n, d], the target's streams behind each of its captured layers; n is 1 where they are means.
-            step: the planned pass, at the tokens' positions.
+            means: [T, layers * d], the mean streams behind the target's captured layers.
+            step: a pass over the tokens, the target's own or one that is planned over the same slots.
             caches: of each stage.
         """
-        for stage, cache in zip(self.stages, caches, strict=True):
-            assert isinstance(stage, Block)
-            attention = stage.attn
-            x = self.input(captured, attention.takes)
+        layers = [stage.attn for stage in self.stages if isinstance(stage, Block)]
+        x = self.input(means, functools.reduce(operator.or_, (attention.takes for attention in layers)))
+        for attention, cache in zip(layers, caches, strict=True):
             attention.prepare(attention.project_x(x), x, step, cache, attention.project_q.takes)
 
     def forward(self, streams: Tensor, token_ids: Tensor, step: object, caches: Sequence[LayerCache]) -> Tensor:
@@ -77,11 +84,3 @@ class DsparkDraft(nn.Module):
         ]
         tokens = self.context.tokens(len(token_ids))
         return Walk(sublayers, self.hc_head, streams, step, tokens).finish().x.require_values()
-
-    def bias(self, previous: Tensor) -> Tensor:
-        """The bias of logits by the tokens before, int [B]: fp32 [B, vocabulary]."""
-        return markov_bias(previous, self.w1, self.w2)
-
-    def choose(self, logits: Tensor, anchor: Tensor) -> Tensor:
-        """Greedy tokens int64 [B, block], from the LM head's logits [B, block, vocabulary] and int [B] anchors."""
-        return draft_greedily(logits, anchor, self.w1, self.w2)

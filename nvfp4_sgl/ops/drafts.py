@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -21,16 +19,9 @@ def mtp_streams(from_token: Tensor, from_streams: Tensor) -> Tensor:
     return from_token.unsqueeze(1) + from_streams
 
 
-def stream_means(captured: Sequence[Tensor]) -> Tensor:
-    """The target's states that DSpark reads: the mean stream behind each of some layers, one layer after the other.
-
-    Args:
-        captured: [T, n, d] each, the streams behind a layer.
-
-    Returns:
-        fp32 [T, len(captured) * d].
-    """
-    return torch.cat([streams.float().mean(1) for streams in captured], dim=-1)
+def stream_mean(streams: Tensor) -> Tensor:
+    """What DSpark reads of the target behind a layer: the mean of the streams [T, n, d] there, fp32 [T, d]."""
+    return streams.float().mean(1)
 
 
 def markov_bias(previous: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -50,16 +41,19 @@ def draft_greedily(base: Tensor, anchor: Tensor, w1: Tensor, w2: Tensor) -> Tens
     """DSpark's tokens: one after the other, each the likeliest behind the one before.
 
     Args:
-        base: [B, block, vocabulary], logits of the block's positions. anchor: int [B], the token in front of it.
+        base: [B, block, vocabulary], logits of the block's positions. anchor: int [B], the token in front of it; an id
+            outside of the vocabulary, as a request that has failed has, counts as its end.
         w1, w2: as of :func:`markov_bias`.
 
     Returns:
-        int64 [B, block].
+        int64 [B, block]. Of equal logits the lowest token; NaN counts as -inf, and where all are, the guess is 0.
     """
-    tokens = [anchor]
+    before, tokens = anchor.clamp(0, len(w1) - 1), list[Tensor]()
     for logits in base.float().unbind(1):
-        tokens.append((logits + markov_bias(tokens[-1], w1, w2)).argmax(-1))
-    return torch.stack(tokens[1:], dim=1)
+        biased = logits + markov_bias(before, w1, w2)
+        before = biased.masked_fill(biased.isnan(), -torch.inf).argmax(-1)
+        tokens.append(before)
+    return torch.stack(tokens, dim=1)
 
 
 def confidence(x: Tensor, previous: Tensor, w1: Tensor, projection: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         model = runner.model
         self.caches = self.layer_caches(model)
         self.plan: Any = None
-        self._verify_mask = pools.verify_mask(self.req_to_token_pool, runner, settings.draft_steps() + 1)
+        self._verify_mask = pools.verify_mask(self.req_to_token_pool, runner, max(settings.round_tokens(), 1))
         slots = Slots(
             self.req_to_token_pool.req_to_token,
             pools.full_to_swa_mapping(self.token_to_kv_pool),
@@ -89,12 +89,17 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         """Length of the requests that a batch is padded with."""
         return 1
 
+    def request(self, forward_batch: Any) -> PassRequest:
+        """SGLang's forward batch as the planner takes it."""
+        return pass_request(forward_batch)
+
     def support_triton(self) -> bool:
         return False
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan an eager pass."""
-        self.plan = None if forward_batch.forward_mode.is_idle() else self.planner.plan(pass_request(forward_batch))
+        idle = forward_batch.forward_mode.is_idle()
+        self.plan = None if idle else self.planner.plan(self.request(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs of up to ``max_num_tokens`` tokens share."""
@@ -103,7 +108,7 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a capture: the graph's own room. Before a replay: nothing, since the graph plans the pass itself."""
         if in_capture:
-            self.plan = self.planner.capture(pass_request(forward_batch))
+            self.plan = self.planner.capture(self.request(forward_batch))
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record the plan of the graph's tokens, from the runner's buffers.
@@ -113,7 +118,7 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         request that has just ended still runs one step then, in the pages that were its own when the step began;
         the caller writes to them afterwards.
         """
-        self.planner.fill(self.plan, pass_request(forward_batch))
+        self.planner.fill(self.plan, self.request(forward_batch))
 
 
 def require_own_backend(backend: Any) -> None:

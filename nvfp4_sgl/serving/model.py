@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_sgl.build import Serving
+from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig
@@ -22,6 +23,8 @@ from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.capture import captured_means
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
+from nvfp4_sgl.model.dspark import DsparkDraft
+from nvfp4_sgl.model.layer import Walk
 from nvfp4_sgl.model.replace import replace_weights
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import arguments, stages
@@ -68,6 +71,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.start_layer, self.end_layer = 0, self.model_config.num_hidden_layers
         self.feeds_draft = settings.draft_algorithm() is not None
         self.captured: tuple[int, ...] = ()
+        self.fed: tuple[DsparkDraft, Sequence[LayerCache]] | None = None
         self.decoder: Decoder | None = None
         self.recorder: Recorder | None = None
 
@@ -86,8 +90,12 @@ class DeepseekV4ForCausalLM(nn.Module):
         return self.head
 
     def set_dspark_layers_to_capture(self, layers: Sequence[int]) -> None:
-        """Give a DSpark draft the mean streams behind ``layers``; SGLang calls this before graphs are captured."""
+        """Capture the mean streams behind ``layers`` for a DSpark draft; SGLang calls this before :meth:`feed`."""
         self.captured = tuple(layers)
+
+    def feed(self, draft: DsparkDraft, caches: Sequence[LayerCache]) -> None:
+        """Write the context of ``draft`` to ``caches``, of its stages, in every pass from now on."""
+        self.fed = (draft, caches)
 
     def get_embed_and_head(self) -> tuple[nn.Module, nn.Module]:
         """The modules that a draft shares, which :class:`~.drafts.model.MtpForCausalLM` takes."""
@@ -157,7 +165,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         assert self.decoder is not None, "load_weights has not run"
         backend = planned_backend()
         input_ids.clamp_(min=0)  # a request that has failed (finite_logits.FAILED) may be in its next pass already
-        streams = means = None
+        streams = None
         if backend.plan is None:
             hidden = self.embed(input_ids)
         else:
@@ -165,7 +173,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             with self._recorded(input_ids, positions):
                 walk = self.decoder.walk(embedded, input_ids, backend.plan, backend.caches)
                 if self.captured:
-                    means = captured_means(walk, self.captured)
+                    self._feed_context(walk, backend.plan)
                 else:
                     walk.finish()
             hidden = walk.x.require_values()
@@ -176,9 +184,14 @@ class DeepseekV4ForCausalLM(nn.Module):
             hidden,
             self.head,
             forward_batch,
-            aux_hidden_states=means,
             hidden_states_before_norm=streams,
         )
+
+    def _feed_context(self, walk: Walk, plan: object) -> None:
+        """Compute the pass of ``walk``, planned as ``plan``, and write what the draft keeps of its tokens."""
+        assert self.fed is not None, "the draft's backend comes before the first pass"
+        draft, caches = self.fed
+        draft.inject(captured_means(walk, self.captured, draft.parts.capture), plan, caches)
 
     def _recorded(self, token_ids: Tensor, positions: Tensor) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.recording(token_ids, positions)

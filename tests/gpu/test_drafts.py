@@ -18,7 +18,7 @@ from torch import Tensor
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.reader import reader_for
 from nvfp4_sgl.checkpoint.verified import Verified, verify
-from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.dspark import DsparkDraft
@@ -26,6 +26,7 @@ from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.choose import choose
+from nvfp4_sgl.targets.fused.attention import packed
 from tests.support import native
 from tests.support.interpreted import ON_GPU
 from tests.support.lockstep import relative_errors
@@ -45,12 +46,15 @@ class Drafting:
         self.config = verified.config
         self.context = Context(reader, self.config, choice.boundaries, self.device, dtype, choice.mode)
         config = replace(self.config, num_hidden_layers=blocks, layer_kinds=(LayerKind.SWA,) * blocks)
-        self.caches = LocalCaches(
-            config, requests=len(PROMPTS), capacity=256, packed=True, dtype=dtype, device=self.device
-        )
+        self.caches = self.caches_of(config)
         table, swa = self.caches.slots.int().to(self.device), self.caches.full_to_swa.to(self.device)
-        slots = Slots(table, swa, len(PROMPTS), 256)
-        self.planner: Any = choice.boundaries.plan(replace(self.context, config=config), slots, self.caches.layers)
+        self.slots = Slots(table, swa, len(PROMPTS), 256)
+        self.planner: Any = choice.boundaries.plan(replace(self.context, config=config), self.slots, self.caches.layers)
+
+    def caches_of(self, config: ModelConfig) -> LocalCaches:
+        """Of the layers of ``config``, in slots that do not depend on them."""
+        dtype, device = self.context.dtype, self.device
+        return LocalCaches(config, requests=len(PROMPTS), capacity=256, packed=True, dtype=dtype, device=device)
 
     def step(self, starts: Sequence[int], ends: Sequence[int], kind: PassKind = PassKind.EXTEND) -> Any:
         positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
@@ -95,12 +99,29 @@ def dspark(verified: Verified, target: str, mode: ActivationMode, dtype: torch.d
     for kind in (PassKind.EXTEND, PassKind.VERIFY):
         step, tokens = rig.step(starts, lengths, kind), sum(lengths) - sum(starts)
         captured = [rig.streams(tokens, seed=10 * tokens + layer) for layer in fields.captured_layers]
-        draft.inject(captured, step, rig.caches.layers)
+        draft.inject(draft.means(captured), step, rig.caches.layers)
         ids = torch.full((block * len(lengths),), fields.noise_token).to(rig.device)
         step = rig.step(lengths, [length + block for length in lengths], PassKind.BLOCK)
         found.append(draft(rig.streams(len(ids), seed=5), ids, step, rig.caches.layers).float().cpu())
         starts, lengths = lengths, [length + EACH for length in lengths]
     return found
+
+
+@torch.no_grad()
+def written(verified: Verified, run: native.Run, whole: ModelConfig) -> list[Tensor]:
+    """Windows of the stages behind a prompt and a pass that verifies, by plans for layers as ``whole`` has."""
+    fields = DsparkConfig.parse(verified.raw, verified.config)
+    rig = Drafting(verified, run.target, run.mode, torch.bfloat16, blocks=fields.stages)
+    draft, layers = DsparkDraft(rig.context, fields), rig.caches_of(whole).layers
+    rig.planner = rig.context.boundaries.plan(replace(rig.context, config=whole), rig.slots, layers)
+    for starts, ends, kind in (
+        ([0] * len(PROMPTS), PROMPTS, PassKind.EXTEND),
+        (PROMPTS, [length + EACH for length in PROMPTS], PassKind.VERIFY),
+    ):
+        tokens = sum(ends) - sum(starts)
+        captured = [rig.streams(tokens, seed=10 * tokens + layer) for layer in fields.captured_layers]
+        draft.inject(draft.means(captured), rig.step(starts, ends, kind), rig.caches.layers)
+    return [packed(cache.swa).pages.cpu() for cache in rig.caches.layers]
 
 
 @pytest.fixture(scope="module", params=native.runs(), ids=str)
@@ -129,3 +150,13 @@ def test_drafts(kind: str, drafted: Callable[..., list[Tensor]], run: native.Run
     exact = drafted(verified, "cpu", ActivationMode.W4A16, torch.float32)
     rounded = drafted(verified, "cpu", run.mode, torch.bfloat16)
     require_as_good_as_the_reference(drafted(verified, run.target, run.mode, torch.bfloat16), rounded, exact)
+
+
+def test_context_by_the_plans_of_the_target(run: native.Run, tmp_path: Path) -> None:
+    """The target's passes write what passes of the draft's own would, bit for bit."""
+    verified = tiny(tmp_path, "nvfp4-experts", "dspark")
+    config = verified.config
+    assert {LayerKind.CSA, LayerKind.HCA} <= {*config.layer_kinds}
+    own = replace(config, num_hidden_layers=3, layer_kinds=(LayerKind.SWA,) * 3)
+    for ours, theirs in zip(written(verified, run, config), written(verified, run, own), strict=True):
+        assert ours.any() and torch.equal(ours, theirs)

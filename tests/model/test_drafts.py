@@ -47,7 +47,7 @@ def test_a_block_leaves_nothing_behind_that_a_later_one_sees() -> None:
     draft_rig.dspark(rig, (TOKENS - 3,))
     draft, seen = DsparkDraft(rig.context, DSPARK), draft_rig.captured(TOKENS)
     for start, end in ((0, TOKENS - 3), (TOKENS - 3, TOKENS)):
-        draft.inject([streams[start:end] for streams in seen], rig.step(start, end), rig.caches.layers)
+        draft.inject(draft.means([streams[start:end] for streams in seen]), rig.step(start, end), rig.caches.layers)
     found = draft_rig.block(rig, draft, TOKENS)
     torch.testing.assert_close(found, draft_rig.dspark(other, (TOKENS,)), rtol=1e-5, atol=1e-5)
 
@@ -81,15 +81,15 @@ MISTAKES = {
     ),
     "nothing injected into the last stage": (
         "model.dspark",
-        "for stage, cache in zip(self.stages, caches, strict=True):\n            assert",
-        "for stage, cache in zip(self.stages[:-1], caches):\n            assert",
+        "for attention, cache in zip(layers, caches, strict=True):",
+        "for attention, cache in zip(layers[:-1], caches):",
     ),
     "the context not normalised": (
         "targets.reference.drafts",
         "Activation(rms_norm(projected, self.main_norm, self._eps, out_dtype=self._dtype))",
         "Activation(projected.to(self._dtype))",
     ),
-    "the tokens' bias by the anchor alone": ("ops.drafts", "markov_bias(tokens[-1]", "markov_bias(anchor"),
+    "the tokens' bias by the anchor alone": ("ops.drafts", "markov_bias(before", "markov_bias(anchor"),
     "w1 and w2 taken for each other": (
         "ops.drafts",
         "w1[previous].float() @ w2.float().t()",
@@ -150,7 +150,7 @@ def test_dspark_fields_that_contradict(fields: dict[str, Any], message: str) -> 
 
 def test_a_target_without_drafts_refuses() -> None:
     rig = Rig(mtp_specs(CONFIG))
-    boundaries = replace(reference.boundaries(), mtp_input=None, dspark_input=None)
+    boundaries = replace(reference.boundaries(), mtp_input=None, dspark=None)
     context = replace(rig.context, boundaries=boundaries)
     for build in (lambda: MtpDraft(context), lambda: DsparkDraft(context, DSPARK)):
         with pytest.raises(UnsupportedError, match="this target computes none"):

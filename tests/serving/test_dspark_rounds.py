@@ -22,41 +22,29 @@ def test_rounds() -> None:
 MISTAKES = {
     "streams in front of a layer": (
         "model.capture",
-        "means, entered = [], 0",
-        "means, entered, layers = [], 0, [layer - 1 for layer in layers]",
+        "columns = dict(zip(layers,",
+        "columns = dict(zip([layer - 1 for layer in layers],",
     ),
     "one stream instead of the mean": (
-        "model.capture",
-        "stream_means([streams]).to(streams.dtype)",
-        "streams[:, 0].clone()",
-    ),
-    "a chunk one position late": (
-        "serving.drafts.dspark_context",
-        "batch.seq_lens,\n        PassKind.EXTEND",
-        "batch.seq_lens + 1,\n        PassKind.EXTEND",
+        "targets.reference.drafts",
+        "means.copy_(stream_mean(streams))",
+        "means.copy_(streams[:, 0])",
     ),
     "a block one position early": ("serving.drafts.dspark_backend", "lengths + block", "lengths + block - 1"),
     "a block planned as rows of a verify pass": (
         "serving.drafts.dspark_backend",
-        "PassKind.BLOCK,\n        torch.full_like(lengths, block, dtype=torch.int32),",
-        "PassKind.VERIFY,\n        tokens_each=block,",
+        "PassKind.BLOCK",
+        "PassKind.VERIFY",
     ),
-    "nothing committed": (
-        "serving.drafts.dspark_context",
-        "    _inject(executor.kv_injector, logits_output.hidden_states, request)\n",
-        "    del request, logits_output\n",
+    "no context of a round": (
+        "serving.model",
+        "draft.inject(captured_means(walk, self.captured, draft.parts.capture), plan, caches)",
+        "means = captured_means(walk, self.captured, draft.parts.capture)\n"
+        "        if len(means) > 6:\n"
+        "            draft.inject(means, plan, caches)",
     ),
-    "a round committed one position early": (
-        "serving.drafts.dspark_context",
-        "batch.seq_lens + rows",
-        "batch.seq_lens + rows - 1",
-    ),
-    "the bias of another token": ("serving.drafts.dspark_model", "previous.clamp(min=0)", "previous.clamp(min=0) * 0"),
-    "no bias": (
-        "serving.drafts.dspark_model",
-        "self.draft.bias(previous.clamp(min=0)), None",
-        "0 * self.draft.bias(previous.clamp(min=0)), None",
-    ),
+    "the bias of another token": ("ops.drafts", "markov_bias(before, w1, w2)", "markov_bias(0 * before, w1, w2)"),
+    "no bias": ("ops.drafts", "logits + markov_bias(before, w1, w2)", "logits + 0 * markov_bias(before, w1, w2)"),
 }
 
 

@@ -63,8 +63,8 @@ class DraftAlone:
     def disagreement(self, length: int, guesses: Sequence[int]) -> float:
         """By how much a guess behind the first ``length`` tokens and the next one is less likely than the likeliest."""
         if self.injected < length:
-            captured = [streams[self.injected : length] for streams in self.streams]
-            self.draft.inject(captured, self._step(self.injected, length, PassKind.EXTEND), self.caches.layers)
+            means = self.draft.means([streams[self.injected : length] for streams in self.streams])
+            self.draft.inject(means, self._step(self.injected, length, PassKind.EXTEND), self.caches.layers)
             self.injected = length
         block = len(guesses)
         anchor = self.sequence[length]
@@ -72,6 +72,6 @@ class DraftAlone:
         streams = self.target.decoder.embed(ids, self.target.table)
         hidden = self.draft(streams, ids, self._step(length, length + block, PassKind.BLOCK), self.caches.layers)
         before = torch.tensor([anchor, *guesses[:-1]])
-        logits = self.target.logits(hidden) + markov_bias(before, self.draft.w1, self.draft.w2)
+        logits = self.target.logits(hidden) + markov_bias(before, self.draft.guesses.w1, self.draft.guesses.w2)
         chosen = logits[torch.arange(block), torch.tensor(guesses)]
         return float((logits.amax(-1) - chosen).max())

@@ -106,7 +106,8 @@ def dspark(rig: Rig, cuts: Sequence[int]) -> Tensor:
     """Hidden states of a block behind a context that is injected in passes that end at ``cuts``."""
     draft, seen = DsparkDraft(rig.context, DSPARK), captured(cuts[-1])
     for start, end in zip((0, *cuts[:-1]), cuts, strict=True):
-        draft.inject([streams[start:end] for streams in seen], rig.step(start, end), rig.caches.layers)
+        means = draft.means([streams[start:end] for streams in seen])
+        draft.inject(means, rig.step(start, end), rig.caches.layers)
     return block(rig, draft, cuts[-1])
 
 

@@ -13,21 +13,19 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from sglang.srt.speculative.dspark_components.dspark_draft import DraftNoise, draft_markov_block
 from torch import Tensor, nn
 
-from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.names import dspark_specs, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.draft_config import DsparkConfig
-from nvfp4_sgl.model.capture import captured_means
 from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.layer import Place
-from nvfp4_sgl.serving.drafts import dspark_context, dspark_model
+from nvfp4_sgl.serving.drafts import dspark_accept, dspark_context, dspark_model
 from nvfp4_sgl.serving.drafts.dspark_backend import DsparkBackend
+from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
 from nvfp4_sgl.synthetic.tiny_weights import draw
 from nvfp4_sgl.targets import reference
 from nvfp4_sgl.targets.reference.planner import ReferencePlanner
@@ -61,25 +59,32 @@ class Served:
 
         stages = replace(CONFIG, num_hidden_layers=STAGES, layer_kinds=(LayerKind.SWA,) * STAGES)
         self.backend = DsparkBackend.__new__(DsparkBackend)
-        self.backend.caches, self.backend.planner = self.plans(stages)
+        caches, self.backend.planner = self.plans(stages)
+        self.backend.caches = caches.layers
         self.draft = dspark_model.DsparkForCausalLM.__new__(dspark_model.DsparkForCausalLM)
         nn.Module.__init__(self.draft)
         self.draft.dspark = DSPARK
         self.draft.build(self.context)
         embed, head = (SimpleNamespace(weight=weight) for weight in (self.table, self.head))
         self.draft.attach_shared_modules(embed_tokens=embed, lm_head=head)
-        runner = SimpleNamespace(attn_backend=self.backend)
-        self.injector = SimpleNamespace(draft_model=self.draft, draft_model_runner=runner)
+        self.target_model = DeepseekV4ForCausalLM.__new__(DeepseekV4ForCausalLM)
+        nn.Module.__init__(self.target_model)
+        self.target_model.set_dspark_layers_to_capture(DSPARK.captured_layers)
+        mapping = SimpleNamespace(full_to_swa_index_mapping=self.caches.full_to_swa)
+        runner = SimpleNamespace(model=self.draft, attn_backend=self.backend, token_to_kv_pool=mapping)
+        target = SimpleNamespace(model=self.target_model, token_to_kv_pool=mapping)
+        worker = SimpleNamespace(target_worker=SimpleNamespace(model_runner=target), draft_model_runner=runner)
+        dspark_context.init_backends(lambda worker: None, worker)
 
-    def plans(self, config: ModelConfig) -> tuple[list[LayerCache], ReferencePlanner]:
+    def plans(self, config: ModelConfig) -> tuple[LocalCaches, ReferencePlanner]:
         """Caches of the layers of ``config``, and their planner."""
         caches = LocalCaches(config, requests=1, capacity=256, rings=DRAFTED_STATE_RING)
         slots = Slots(caches.slots, caches.full_to_swa, 1, 256, DRAFTED_STATE_RING)
-        return caches.layers, ReferencePlanner(self.context, slots, caches.layers)
+        return caches, ReferencePlanner(self.context, slots, caches.layers)
 
     @torch.no_grad()
-    def target(self, ids: Sequence[int], start: int, kind: PassKind) -> Tensor:
-        """The means that a pass over ``ids``, from position ``start``, gives the draft."""
+    def target(self, ids: Sequence[int], start: int, kind: PassKind) -> None:
+        """A pass over ``ids``, from position ``start``, which writes the draft's context."""
         tokens, end = torch.tensor(ids), start + len(ids)
         added = torch.tensor([len(ids)]) if kind is PassKind.EXTEND else None
         positions, each = torch.arange(start, end), 1 if kind is PassKind.EXTEND else len(ids)
@@ -87,20 +92,8 @@ class Served:
             positions, torch.tensor([0]), torch.tensor([end]), kind, added, tokens_each=each, longest=end
         )
         streams = self.decoder.embed(tokens, self.table)
-        walk = self.decoder.walk(streams, tokens, self.planner.plan(request), self.caches)
-        return captured_means(walk, DSPARK.captured_layers)
-
-    def prefill(self, start: int, end: int) -> None:
-        """A chunk of the prompt."""
-        batch = SimpleNamespace(
-            extend_lens=[end - start],
-            prefix_lens=[start],
-            req_pool_indices=torch.tensor([0]),
-            seq_lens=torch.tensor([end]),
-        )
-        placed = dspark_context.place_prefill(print, self.injector, batch)
-        means = self.target(IDS[start:end], start, PassKind.EXTEND)
-        dspark_context.inject_prefill(print, self.injector, placed, target_hidden=means)
+        step = self.planner.plan(request)
+        self.target_model._feed_context(self.decoder.walk(streams, tokens, step, self.caches.layers), step)
 
     @torch.no_grad()
     def guess(self, length: int) -> tuple[Tensor, list[int]]:
@@ -117,30 +110,15 @@ class Served:
         with patch.object(dspark_model, "planned_backend", lambda: self.backend):
             hidden = self.draft(ids, batch.positions, batch).hidden_states
         logits, _ = self.draft.compute_base_logits(hidden)
-        tokens, _ = draft_markov_block(
-            markov_head=self.draft.markov_head,
-            base_logits=logits[None],
-            anchor_tokens=ids[:1],
-            draft_hidden=None,
-            step_temperatures=torch.zeros(1),
-            noise=DraftNoise(key=1, offset=torch.zeros(1, dtype=torch.int64)),
-            tp_sync=SimpleNamespace(sync=lambda site, values: values),
-            greedy_draft=True,
+        tokens, _ = dspark_accept.guess(
+            print, markov_head=self.draft.markov_head, base_logits=logits[None], anchor_tokens=ids[:1]
         )
         return logits, tokens[0].tolist()
 
     def verify(self, length: int, accepted: int) -> None:
         """A round's rows, of which so many hold the answer's tokens; the guesses behind them are wrong."""
         rows = [*IDS[length : length + accepted], *[3] * (BLOCK + 1 - accepted)]
-        means = self.target(rows, length, PassKind.VERIFY)
-        positions = torch.arange(length, length + BLOCK + 1)
-        dspark_context.commit(
-            print,
-            SimpleNamespace(kv_injector=self.injector),
-            batch=SimpleNamespace(req_pool_indices=torch.tensor([0]), seq_lens=torch.tensor([length])),
-            verify_window=SimpleNamespace(positions_2d=positions[None]),
-            logits_output=SimpleNamespace(hidden_states=means),
-        )
+        self.target(rows, length, PassKind.VERIFY)
 
 
 @torch.no_grad()
@@ -151,7 +129,7 @@ def streams_behind(served: Served, layers: Sequence[int]) -> list[Any]:
         torch.arange(end), torch.tensor([0]), torch.tensor([end]), PassKind.EXTEND, torch.tensor([end]), longest=end
     )
     streams = served.decoder.embed(tokens, served.table)
-    walk = served.decoder.walk(streams, tokens, served.planner.plan(request), served.caches)
+    walk = served.decoder.walk(streams, tokens, served.planner.plan(request), served.caches.layers)
     found = {}
     for place in walk:
         if place is Place.INPUT:
@@ -167,7 +145,7 @@ def worst() -> float:
     numpy, seen = NumpyDraft(arrays, RAW), streams_behind(served, CAPTURED)
     start = 0
     for end in CHUNKS:
-        served.prefill(start, end)
+        served.target(IDS[start:end], start, PassKind.EXTEND)
         start = end
     errors = []
     for accepted in (*ACCEPTED, 0):

@@ -7,7 +7,7 @@ import torch
 
 from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.ops.drafts import mtp_streams
-from nvfp4_sgl.triton_kernels.hyper_connection.draft_inputs import add_to_streams, stream_means
+from nvfp4_sgl.triton_kernels.hyper_connection.draft_inputs import add_to_streams, stream_mean
 from tests.triton.support.resources import resources
 
 
@@ -29,15 +29,17 @@ def test_add_to_streams(tokens: int, width: int, count: int, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("layers", "tokens", "width", "count"), [(1, 1, 8, 4), (3, 3, 1500, 4), (2, 5, 64, 3)])
-def test_stream_means(layers: int, tokens: int, width: int, count: int, dtype: torch.dtype, device: str) -> None:
-    captured = [drawn(tokens, count, width, seed=layer, dtype=dtype).to(device) for layer in range(layers)]
-    out = torch.full((tokens, layers * width), torch.nan, dtype=dtype, device=device)
-    assert stream_means(captured, out) is out
-    exact = torch.cat([streams.double().mean(1) for streams in captured], dim=1)
-    largest = torch.cat([streams.double().abs().mean(1) for streams in captured], dim=1)
+@pytest.mark.parametrize(("tokens", "width", "count"), [(1, 8, 4), (3, 1500, 4), (5, 64, 3), (0, 64, 4)])
+def test_stream_mean(tokens: int, width: int, count: int, dtype: torch.dtype, device: str) -> None:
+    """Into columns of a wider tensor, whose others are left alone."""
+    streams = drawn(tokens, count, width, seed=3, dtype=dtype).to(device)
+    wide = torch.full((tokens, 3 * width), torch.nan, dtype=dtype, device=device)
+    out = wide[:, width : 2 * width]
+    assert stream_mean(streams, out) is out
+    exact, largest = streams.double().mean(1), streams.double().abs().mean(1)
     bound = 2.0**-8 * exact.abs() if dtype is torch.bfloat16 else 0.0
     assert bool(((out.double() - exact).abs() <= bound + 2.0**-22 * largest).all())
+    assert bool(wide[:, :width].isnan().all()) and bool(wide[:, 2 * width :].isnan().all())
 
 
 def test_refusals() -> None:
@@ -50,20 +52,21 @@ def test_refusals() -> None:
     ):
         with pytest.raises(OperandError, match=message):
             add_to_streams(*given)
-    for captured, means, message in (
-        ([], out[0], "captured layers: "),
-        ([out, out[:1]], torch.zeros(2, 16), r"captured\[1\]: expected shape"),
-        ([out], torch.zeros(2, 16), "out: expected shape"),
-        ([out.half()], torch.zeros(2, 8), r"captured\[0\]: expected dtype"),
+    for wrong, message in (
+        ((out, token[:1]), "out: expected shape"),
+        ((out.half(), token), "streams: expected dtype"),
+        ((out, token.half()), "out: expected dtype"),
+        ((out[0], token), "streams: expected"),
+        ((out.transpose(1, 2), token), "streams: expected"),
     ):
         with pytest.raises(OperandError, match=message):
-            stream_means(captured, means)
+            stream_mean(*wrong)
 
 
 def launches() -> None:
     add_to_streams(torch.zeros(64, 7168), torch.zeros(256, 7168), torch.zeros(64, 4, 7168, dtype=torch.bfloat16))
-    captured = [torch.zeros(64, 4, 7168, dtype=torch.bfloat16) for _ in range(3)]
-    stream_means(captured, torch.zeros(64, 3 * 7168, dtype=torch.bfloat16))
+    means = torch.zeros(64, 3 * 7168, dtype=torch.bfloat16)
+    stream_mean(torch.zeros(64, 4, 7168, dtype=torch.bfloat16), means[:, 7168 : 2 * 7168])
 
 
 def test_kernels_fit() -> None:

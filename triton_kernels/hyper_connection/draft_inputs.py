@@ -1,15 +1,13 @@
 """Inputs of draft models, made of the target's residual streams (specification §7).
 
-``add_to_streams`` makes the streams that MTP's block begins with: ``y[k] = token + streams[k]``. ``stream_means`` makes
-what DSpark's stages read: the mean stream behind each of some layers, one layer after the other. Both support any
-number of streams; sums are fp32.
+``add_to_streams`` makes the streams that MTP's block begins with: ``y[k] = token + streams[k]``. ``stream_mean`` makes
+what DSpark's stages read of a layer: the mean stream behind it. The streams are overwritten by the next site, so each
+layer takes a launch. Both support any number of streams; sums are fp32.
 
 Floors: every value read and written once.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -21,7 +19,6 @@ from nvfp4_sgl.formats.checks import (
     require_contiguous,
     require_dimensions,
     require_dtype,
-    require_range,
     require_rows,
     require_same_device,
     require_shape,
@@ -33,8 +30,6 @@ from ..common.rounding import round_for
 
 MAX_BLOCK = 1024
 """Columns of a program; as of ``streams.expand_streams``, not measured."""
-MAX_CAPTURED = 16
-"""Most layers whose streams are averaged in a launch: a bound on its arguments."""
 
 
 @triton.jit
@@ -96,29 +91,25 @@ def _check_sum(token: Tensor, streams: Tensor, out: Tensor) -> None:
 
 
 @triton.jit
-def _stream_means(captured, out, width, out_row, STREAMS: tl.constexpr, BLOCK: tl.constexpr):
+def _stream_mean(streams, out, width, out_row, STREAMS: tl.constexpr, BLOCK: tl.constexpr):
     after_previous()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    layer = tl.program_id(2)
-    for i in tl.static_range(len(captured)):
-        if layer == i:
-            total = tl.zeros((BLOCK,), tl.float32)
-            for stream in tl.static_range(STREAMS):
-                at = captured[i] + (row * STREAMS + stream) * width + columns
-                total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            mean = tl.div_rn(total, tl.full((BLOCK,), STREAMS, tl.float32))
-            tl.store(out + row * out_row + i * width + columns, round_for(mean, out), mask=inside)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for stream in tl.static_range(STREAMS):
+        at = streams + (row * STREAMS + stream) * width + columns
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.div_rn(total, tl.full((BLOCK,), STREAMS, tl.float32))
+    tl.store(out + row * out_row + columns, round_for(mean, out), mask=inside)
 
 
-def stream_means(captured: Sequence[Tensor], out: Tensor) -> Tensor:
-    """The mean stream of each token behind each of some layers.
+def stream_mean(streams: Tensor, out: Tensor) -> Tensor:
+    """The mean stream of each token, into columns of what a draft reads.
 
     Args:
-        captured: bf16 or fp32 [T, n, d] each, contiguous, one layer's streams after the other's; up to
-            :data:`MAX_CAPTURED`.
-        out: bf16 or fp32 [T, len(captured) * d], contiguous.
+        streams: bf16 or fp32 [T, n, d], contiguous.
+        out: bf16 or fp32 [T, d], the last dimension contiguous.
 
     Returns:
         ``out``.
@@ -127,33 +118,30 @@ def stream_means(captured: Sequence[Tensor], out: Tensor) -> Tensor:
 
     Raises:
         OperandTypeError: a dtype is not one of those above.
-        OperandValueError: a number of layers, a shape, stride or device does not fit.
+        OperandValueError: a shape, stride or device does not fit.
 
     Source: specification §7.
     """
-    _check_means(tuple(captured), out)
-    tokens, count, width = captured[0].shape
+    _check_mean(streams, out)
+    tokens, count, width = streams.shape
     if tokens:
         block = min(next_power_of_2(width), MAX_BLOCK)
-        _stream_means[(tokens, cdiv(width, block), len(captured))](
-            tuple(captured), out, width, out.stride(0), STREAMS=count, BLOCK=block, num_warps=4,
+        _stream_mean[(tokens, cdiv(width, block))](
+            streams, out, width, out.stride(0), STREAMS=count, BLOCK=block, num_warps=4,
             **OVERLAPPED,
         )  # fmt: skip
     return out
 
 
 @once
-def _check_means(captured: tuple[Tensor, ...], out: Tensor) -> None:
-    """Refuse what :func:`stream_means` cannot read or write; metadata only."""
-    op = "stream_means"
-    require_range(f"{op}: captured layers", len(captured), 1, MAX_CAPTURED)
-    require_dimensions(f"{op}: captured[0]", captured[0], 3, "[tokens, streams, d]")
-    tokens, _, width = captured[0].shape
-    for i, streams in enumerate(captured):
-        require_dtype(f"{op}: captured[{i}]", streams, torch.bfloat16, torch.float32)
-        require_shape(f"{op}: captured[{i}]", streams, captured[0].shape, "that of captured[0]")
-        require_contiguous(f"{op}: captured[{i}]", streams)
-        require_same_device("out", out, **{f"{op}: captured[{i}]": streams})
+def _check_mean(streams: Tensor, out: Tensor) -> None:
+    """Refuse what :func:`stream_mean` cannot read or write; metadata only."""
+    op = "stream_mean"
+    require_dimensions(f"{op}: streams", streams, 3, "[tokens, streams, d]")
+    require_dtype(f"{op}: streams", streams, torch.bfloat16, torch.float32)
+    require_contiguous(f"{op}: streams", streams)
+    tokens, _, width = streams.shape
     require_dtype(f"{op}: out", out, torch.bfloat16, torch.float32)
-    require_shape(f"{op}: out", out, (tokens, len(captured) * width), "[tokens, layers * d]")
-    require_contiguous(f"{op}: out", out)
+    require_shape(f"{op}: out", out, (tokens, width), "[tokens, d]")
+    require_rows(f"{op}: out", out)
+    require_same_device("streams", streams, **{f"{op}: out": out})

@@ -1,6 +1,7 @@
-"""Accepts guesses of DSpark's rounds by :mod:`.accept`, in SGLang's DSpark worker.
+"""Makes and accepts guesses of DSpark's rounds, the latter by :mod:`.accept`, in SGLang's DSpark worker.
 
-Arguments are those of the methods that these hooks stand around. The worker applies the mask of a grammar between them.
+Arguments are those of the functions that these hooks stand around. The worker applies the mask of a grammar between the
+last two.
 """
 
 from __future__ import annotations
@@ -11,9 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.model.contract import DsparkGuesses
 from nvfp4_sgl.serving.drafts.accept import accept_chain, sample_rows
 from nvfp4_sgl.serving.drafts.penalties import Penalties
 from nvfp4_sgl.serving.sglang import scheduling
+
+
+def guess(
+    original: Callable[..., Any], *, markov_head: DsparkGuesses, base_logits: Tensor, anchor_tokens: Tensor, **rest: Any
+) -> tuple[Tensor, None]:
+    """Hook in place of SGLang's loop over a block's tokens: (int64 [B, block], no logits, which nobody asks for).
+
+    Where there are CUDA graphs it is part of the draft's.
+    """
+    return markov_head.choose(base_logits, anchor_tokens), None
 
 
 def verify(

@@ -6,19 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context, PassKind, PassRequest
+from nvfp4_sgl.serving import stages
 from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend, window_rows
 from nvfp4_sgl.serving.drafts.dspark_model import DsparkForCausalLM
 from nvfp4_sgl.serving.flags.kernels import BACKEND
+from nvfp4_sgl.serving.sglang import settings
 
 
 class DsparkBackend(Nvfp4AttentionBackend):
-    """Plans blocks: SGLang runs them as a verify pass of the draft, with the lengths in front of them."""
+    """Plans blocks: SGLang runs them, and captures them, as a verify pass of the draft, with the lengths in front of
+    them."""
 
     def require_model(self, model: Any) -> None:
         if not isinstance(model, DsparkForCausalLM):
@@ -40,24 +41,18 @@ class DsparkBackend(Nvfp4AttentionBackend):
         return replace(context, config=replace(context.config, num_hidden_layers=len(kinds), layer_kinds=kinds))
 
     def warm_up(self, model: Any) -> None:
-        """Nothing is compiled where drafts are served."""
+        with stages.stage("draft warm-up"):
+            self.planner.warm_up(model.draft, model.vocabulary[0], settings.largest_prefill())
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Plan a block."""
-        idle = forward_batch.forward_mode.is_idle()
-        self.plan = None if idle else self.planner.plan(block_request(forward_batch))
-
-
-def block_request(forward_batch: Any) -> PassRequest:
-    """SGLang's batch of a draft's block as the planners take it."""
-    lengths, block = forward_batch.seq_lens, forward_batch.spec_info.draft_token_num
-    return PassRequest(
-        forward_batch.positions,
-        forward_batch.req_pool_indices,
-        lengths + block,
-        PassKind.BLOCK,
-        torch.full_like(lengths, block, dtype=torch.int32),
-    )
+    def request(self, forward_batch: Any) -> PassRequest:
+        lengths, block = forward_batch.seq_lens, forward_batch.spec_info.draft_token_num
+        return PassRequest(
+            forward_batch.positions,
+            forward_batch.req_pool_indices,
+            lengths + block,
+            PassKind.BLOCK,
+            tokens_each=block,
+        )
 
 
 def create_worker(original: Callable[..., Any], **rest: Any) -> Any:

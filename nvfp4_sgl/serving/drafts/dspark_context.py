@@ -1,68 +1,58 @@
-"""Context of DSpark's draft: written after the target has processed them, into the windows of its stages.
+"""Context of DSpark's draft: written by the target's passes, into the windows of its stages.
 
-SGLang calls this the injection of context: of a prompt's chunk, and of a round's rows. Arguments are those of the
-methods that these hooks stand around. They plan the rows as the target's own passes are planned, over the same slots.
+SGLang has its worker write the context behind a pass: of a prompt's chunk, and of the accepted rows of a round. Here
+the target's own pass writes that of all its rows, by its own plan: the draft's windows lie in the same slots. A round's
+pass does so in its CUDA graph, and behind it, when the scheduler's tables of slots may change already, nothing reads
+them.
+
+Rows behind the last accepted token are written, too: the next block begins there and is as long, so that it writes over
+all of them before anything sees them. A pass then has the same size whatever is accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from nvfp4_sgl.model.contract import PassKind, PassRequest
+from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.serving.sglang import pools
 
 
-def place_prefill(original: Callable[..., Any], injector: Any, batch: Any) -> PassRequest:
-    """The pass of a prompt's chunk."""
-    added = torch.tensor(batch.extend_lens)
-    starts = torch.tensor(batch.prefix_lens)
-    owner = torch.repeat_interleave(torch.arange(len(added)), added)
-    positions = starts[owner] + torch.arange(len(owner)) - (added.cumsum(0) - added)[owner]
-    return PassRequest(
-        positions.to(batch.seq_lens.device),
-        batch.req_pool_indices,
-        batch.seq_lens,
-        PassKind.EXTEND,
-        added.int().to(batch.seq_lens.device),
-        longest=int((starts + added).max()),
-    )
+@dataclass(frozen=True)
+class InTheTargetsSlots:
+    """What SGLang carries from the placement of a chunk to its injection; it asks ``positions`` for their device."""
+
+    positions: Tensor
 
 
-def inject_prefill(
-    original: Callable[..., None], injector: Any, placement: PassRequest, *, target_hidden: Tensor, **rest: Any
-) -> None:
-    """Write what the stages keep of a chunk."""
-    _inject(injector, target_hidden, placement)
+def init_backends(original: Callable[..., None], worker: Any) -> None:
+    """Hook behind the draft's backend, before graphs are captured: from now on the target's passes write its context.
 
-
-def commit(
-    original: Callable[..., None],
-    executor: Any,
-    *,
-    batch: Any,
-    verify_window: Any,
-    logits_output: Any,
-    **rest: Any,
-) -> None:
-    """Write what they keep of a round's tokens.
-
-    Rows behind the last accepted token are written, too: the next block begins there and is as long, so that it writes
-    over all of them before anything sees them. The pass then has the same size whatever is accepted.
+    Raises:
+        UnsupportedError: the draft's windows lie in other slots than the target's.
     """
-    positions = verify_window.positions_2d
-    rows = positions.shape[1]
-    request = PassRequest(
-        positions.flatten(),
-        batch.req_pool_indices,
-        batch.seq_lens + rows,
-        PassKind.VERIFY,
-        tokens_each=rows,
-    )
-    _inject(executor.kv_injector, logits_output.hidden_states, request)
+    original(worker)
+    target, runner = worker.target_worker.model_runner, worker.draft_model_runner
+    slots, own = (pools.full_to_swa_mapping(each.token_to_kv_pool) for each in (target, runner))
+    if slots.data_ptr() != own.data_ptr():
+        raise UnsupportedError(
+            "draft: expected its windows in the slots of the target's pool, found slots of its own; leave flags that"
+            " give it a pool of its own out"
+        )
+    target.model.feed(runner.model.draft, runner.attn_backend.caches)
 
 
-def _inject(injector: Any, means: Tensor, request: PassRequest) -> None:
-    injector.draft_model.inject(means[: len(request.positions)], request, injector.draft_model_runner.attn_backend)
+def place_prefill(original: Callable[..., Any], injector: Any, batch: Any) -> InTheTargetsSlots:
+    """Hook in place of SGLang's search for a chunk's rows."""
+    return InTheTargetsSlots(batch.seq_lens)
+
+
+def inject_prefill(original: Callable[..., None], injector: Any, placement: Any, **rest: Any) -> None:
+    """Hook in place of SGLang's writing of a chunk's context, which is there."""
+
+
+def commit(original: Callable[..., None], executor: Any, **rest: Any) -> None:
+    """Hook in place of SGLang's writing of a round's context, which is there."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nvfp4_sgl.checkpoint.reader import reader_for
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import UnsupportedError
-from nvfp4_sgl.model.contract import Context, PassRequest
+from nvfp4_sgl.model.contract import Context, DsparkGuesses
 from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import arguments, stages
@@ -21,40 +21,12 @@ from nvfp4_sgl.serving.sglang import models, scheduling, settings
 from nvfp4_sgl.targets.choose import choose, detect_target
 
 
-class MarkovHead:
-    """The bias of a block's tokens by the one before, as SGLang asks for it.
-
-    Attributes:
-        vocab_shard: SGLang's, of tensor parallelism; ``None`` without.
-    """
-
-    vocab_shard = None
-
-    def __init__(self, draft: DsparkDraft):
-        self.draft = draft
-        self.vocab_size = len(draft.w2)
-
-    def init_state(self, hidden: Tensor | None) -> None:
-        """Nothing is kept from token to token."""
-
-    def step_bias(self, previous: Tensor, *, hidden_states: Tensor | None, state: None) -> tuple[Tensor, None]:
-        """fp32 [B, vocabulary], by the tokens before, int [B]."""
-        return self.draft.bias(previous.clamp(min=0)), None  # a request may have failed (finite_logits.FAILED)
-
-    def step_logits_dtype(self, base: torch.dtype) -> torch.dtype:
-        """That of the sums of logits and bias."""
-        return torch.float32
-
-    def greedy_w2_weight(self) -> None:
-        """No kernel of SGLang's is asked for a single row."""
-
-
 class DsparkForCausalLM(nn.Module):
     """A checkpoint's DSpark draft with the target's embedding and LM head.
 
     SGLang reads ``gamma``, ``sample_from_anchor``, ``num_stages``, ``markov_head`` and ``confidence_head``, and calls
-    :meth:`attach_shared_modules`, :meth:`forward` and :meth:`compute_base_logits`; :meth:`inject` is called by
-    :mod:`.dspark_context`.
+    :meth:`attach_shared_modules`, :meth:`forward` and :meth:`compute_base_logits`. The context of its stages is written
+    by the target's passes (:mod:`.dspark_context`).
 
     Attributes:
         gamma: tokens of a block, as served.
@@ -85,6 +57,12 @@ class DsparkForCausalLM(nn.Module):
         assert self.draft is not None, "load_weights has not run"
         return self.draft.context
 
+    @property
+    def markov_head(self) -> DsparkGuesses:
+        """What SGLang hands to the hook :func:`.dspark_accept.guess`."""
+        assert self.draft is not None, "load_weights has not run"
+        return self.draft.guesses
+
     def attach_shared_modules(self, *, embed_tokens: Any, lm_head: Any) -> None:
         """Take the weights of the target's."""
         self.vocabulary = (embed_tokens.weight, lm_head.weight)
@@ -107,27 +85,12 @@ class DsparkForCausalLM(nn.Module):
         """Load the draft from ``context.source``."""
         self.draft = DsparkDraft(context, self.dspark)
         self.embedding = context.boundaries.embed(context)
-        self.markov_head = MarkovHead(self.draft)
         return self.draft
 
-    @torch.no_grad()
-    def inject(self, means: Tensor, request: PassRequest, backend: Any) -> None:
-        """Write what the stages keep of tokens that the target has processed.
-
-        Args:
-            means: [T, layers * d], what the target has captured.
-            request: the tokens' pass.
-            backend: the draft's.
-        """
-        assert self.draft is not None, "load_weights has not run"
-        layers = len(self.dspark.captured_layers)
-        captured = means.view(len(means), layers, 1, -1).unbind(1)  # a stream each, their mean
-        self.draft.inject(captured, backend.planner.plan(request), backend.caches)
-
     def forward_embed(self, input_ids: Tensor) -> Tensor:
-        """Streams [T, n, d] of a block's tokens."""
+        """Streams [T, n, d] of a block's tokens, ids of the vocabulary. SGLang embeds nothing where this is."""
         assert self.vocabulary is not None, "nothing is attached"
-        return self.embedding.embed(input_ids.clamp(min=0), self.vocabulary[0])
+        return self.embedding.embed(input_ids, self.vocabulary[0])
 
     @torch.no_grad()
     def forward(
@@ -135,11 +98,12 @@ class DsparkForCausalLM(nn.Module):
     ) -> Any:
         """SGLang's entry: hidden states of blocks, for :meth:`compute_base_logits`."""
         assert self.draft is not None, "load_weights has not run"
-        backend, ids = planned_backend(), input_ids.clamp(min=0)
+        backend = planned_backend()
+        ids = input_ids.clamp(min=0)  # a request may have failed (finite_logits.FAILED)
         hidden = self.draft(self.forward_embed(ids), ids, backend.plan, backend.caches)
         return scheduling.hidden_output(hidden)
 
     def compute_base_logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(fp32 [T, vocabulary] without the bias of tokens before, what a confidence head reads); hidden [T, d]."""
-        assert self.vocabulary is not None, "nothing is attached"
-        return nn.functional.linear(hidden.float(), self.vocabulary[1].float()), hidden
+        assert self.draft is not None and self.vocabulary is not None, "nothing is attached"
+        return self.draft.guesses.logits(hidden, self.vocabulary[1]), hidden

@@ -16,7 +16,9 @@ last_slots            on the CPU   same
 select_guess          on the CPU   SGLang keeps a chain's tokens in its own buffer on a GPU
 draft_worker          DSpark       the draft's attention backend is ours
 block_round           DSpark       a CPU has no stream to record lengths on
-place_context         DSpark       context is written by passes that our planner plans
+guess_block           DSpark       a launch a token
+draft_backends        DSpark       the target's passes write the draft's context
+place_context         DSpark       same
 inject_context        DSpark       same
 commit_context        DSpark       same
 verify_block          DSpark       penalties row by row
@@ -47,6 +49,8 @@ EAGLE_HOOKS: Hooks = {
 DSPARK_HOOKS: Hooks = {
     "draft_worker": dspark_backend.create_worker,
     "block_round": dspark_backend.run_round,
+    "guess_block": dspark_accept.guess,
+    "draft_backends": dspark_context.init_backends,
     "place_context": dspark_context.place_prefill,
     "inject_context": dspark_context.inject_prefill,
     "commit_context": dspark_context.commit,

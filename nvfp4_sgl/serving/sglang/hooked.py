@@ -441,9 +441,20 @@ HOOKS = {
         "records lengths on a stream, which a CPU has not",
         "self, batch, on_publish, grammar_barrier, coordination_plan",
     ),
+    "guess_block": Private(
+        "sglang.srt.speculative.dspark_components.dspark_draft.draft_markov_block",
+        "six launches a token, and kernels that are compiled for each number of requests",
+        "*, markov_head, base_logits, anchor_tokens, draft_hidden, step_temperatures, noise, tp_sync, logits_out, "
+        "greedy_draft",
+    ),
+    "draft_backends": Private(
+        "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2.init_attention_backends",
+        "has a pass of its own write the draft's context behind the target's",
+        "self",
+    ),
     "place_context": Private(
         "sglang.srt.speculative.dspark_components.dspark_kv_inject.TargetHiddenKvInjector.place_prefill",
-        "finds rows of SGLang's pools by kernels; ours are planned",
+        "finds rows of SGLang's pools by kernels; the target's pass has planned ours",
         "self, batch",
     ),
     "inject_context": Private(

@@ -13,7 +13,7 @@ from torch import Tensor
 from nvfp4_sgl.model.contract import Boundaries
 from nvfp4_sgl.targets.fused.attention import FusedAttentionCore, FusedAttentionInputs, FusedSelection
 from nvfp4_sgl.targets.fused.backends import HOPPER, HOPPER_W4A4, SM100
-from nvfp4_sgl.targets.fused.drafts import FusedDsparkInput, FusedMtpInput
+from nvfp4_sgl.targets.fused.drafts import FusedMtpInput, dspark
 from nvfp4_sgl.targets.fused.experts import Experts
 from nvfp4_sgl.targets.fused.gemm_backend import Backends
 from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
@@ -41,7 +41,7 @@ def boundaries(backends: Backends) -> FusedBoundaries:
         route=FusedRouter,
         experts=partial(Experts, backends),
         mtp_input=partial(FusedMtpInput, backends),
-        dspark_input=partial(FusedDsparkInput, backends),
+        dspark=dspark(backends),
     )
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.model.contract import Activation, Context, Form
+from nvfp4_sgl.model.contract import Activation, Context, DsparkBoundaries, Form
 from nvfp4_sgl.targets.fused.activations import in_form
 from nvfp4_sgl.targets.fused.gemm_backend import Backends
+from nvfp4_sgl.targets.fused.gemm_bf16 import multiply
 from nvfp4_sgl.targets.fused.projections import Projection
-from nvfp4_sgl.triton_kernels.hyper_connection.draft_inputs import add_to_streams, stream_means
+from nvfp4_sgl.triton_kernels.hyper_connection.draft_inputs import add_to_streams, stream_mean
 from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
+from nvfp4_sgl.triton_kernels.logits.markov import draft_greedily, semaphores_for
+from nvfp4_sgl.triton_kernels.plan.resolve import MAX_REQUESTS
 from nvfp4_sgl.weights.source import Shard, frozen
 
 MAX_PART = 512
@@ -45,7 +48,7 @@ class FusedMtpInput(nn.Module):
 
 
 class FusedDsparkInput(nn.Module):
-    """Rounding as in the reference: the means to bf16, the norm's result once, from fp32."""
+    """Rounding as in the reference: the norm's result once, from fp32."""
 
     def __init__(self, backends: Backends, context: Context, stem: str):
         super().__init__()
@@ -53,8 +56,28 @@ class FusedDsparkInput(nn.Module):
         self.main_proj = Projection(backends, context, [Shard(f"{stem}.main_proj")])
         self.main_norm = frozen(context.read(f"{stem}.main_norm.weight"))
 
-    def forward(self, captured: Sequence[Tensor], takes: Form) -> Activation:
-        tokens, _, width = captured[0].shape
-        means = stream_means(captured, captured[0].new_empty(tokens, len(captured) * width))
+    def forward(self, means: Tensor, takes: Form) -> Activation:
         (projected,) = self.main_proj.multiply(in_form(means, self.main_proj.takes), torch.float32)
         return in_form(rms_norm(projected, self.main_norm, self._eps, out_dtype=torch.bfloat16), takes)
+
+
+class FusedDsparkGuesses(nn.Module):
+    """The LM head's GEMM on bf16 operands with fp32 sums, then a launch a token; no matrix is stored in fp32."""
+
+    def __init__(self, context: Context, stem: str):
+        super().__init__()
+        self.w1, self.w2 = (
+            frozen(context.read(f"{stem}.markov_head.{name}.weight").bfloat16()) for name in ("markov_w1", "markov_w2")
+        )
+        self._semaphores = torch.zeros(semaphores_for(MAX_REQUESTS), dtype=torch.int32, device=context.device)
+
+    def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        return multiply(hidden, head[: len(self.w2)], torch.float32)
+
+    def choose(self, logits: Tensor, anchor: Tensor) -> Tensor:
+        return draft_greedily(logits, anchor, self.w1.data, self.w2.data, self._semaphores)
+
+
+def dspark(backends: Backends) -> DsparkBoundaries:
+    """DSpark's parts, whose GEMM is one of ``backends``."""
+    return DsparkBoundaries(stream_mean, partial(FusedDsparkInput, backends), FusedDsparkGuesses)

@@ -127,6 +127,9 @@ class FusedPlanner:
         if isinstance(draft, MtpDraft):
             draft(embedded, streams, ids, step, self.caches[0])
         elif step.plan.is_block:
-            draft(streams, ids, step, self.caches)
+            requests, vocabulary = len(step.plan.batch.requests), len(draft.guesses.w2)
+            hidden = draft(streams, ids, step, self.caches)
+            logits = hidden.new_zeros(requests, len(ids) // requests, vocabulary, dtype=torch.float32)
+            draft.guesses.choose(logits, ids.view(requests, -1)[:, 0])
         else:
-            draft.inject([streams] * len(draft.dspark.captured_layers), step, self.caches)
+            draft.inject(draft.means([streams] * len(draft.dspark.captured_layers)), step, self.caches)

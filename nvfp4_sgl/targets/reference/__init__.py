@@ -9,7 +9,7 @@ from nvfp4_sgl.targets.reference.attention import (
     ReferenceAttentionInputs,
     ReferenceSelection,
 )
-from nvfp4_sgl.targets.reference.drafts import ReferenceDsparkInput, ReferenceMtpInput
+from nvfp4_sgl.targets.reference.drafts import DSPARK, ReferenceMtpInput
 from nvfp4_sgl.targets.reference.experts import Choices, ReferenceExperts, ReferenceRouter
 from nvfp4_sgl.targets.reference.planner import ReferencePlanner
 from nvfp4_sgl.targets.reference.projections import (
@@ -35,5 +35,5 @@ def boundaries() -> Boundaries[BatchPlan, Mix, Tensor, Choices, ReferenceExperts
         route=ReferenceRouter,
         experts=ReferenceExperts,
         mtp_input=ReferenceMtpInput,
-        dspark_input=ReferenceDsparkInput,
+        dspark=DSPARK,
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
+from torch.nn import functional
 
-from nvfp4_sgl.model.contract import Activation, Context, Form
-from nvfp4_sgl.ops.drafts import mtp_streams, stream_means
+from nvfp4_sgl.model.contract import Activation, Context, DsparkBoundaries, Form
+from nvfp4_sgl.ops.drafts import draft_greedily, mtp_streams, stream_mean
 from nvfp4_sgl.ops.norm import rms_norm
 from nvfp4_sgl.targets.reference.projections import ReferenceProjection
 from nvfp4_sgl.weights.source import Shard, frozen
@@ -31,7 +30,7 @@ class ReferenceMtpInput(nn.Module):
 
 
 class ReferenceDsparkInput(nn.Module):
-    """Rounding: the means to the model dtype, the norm's result once, from fp32."""
+    """Rounding: the norm's result once, from fp32."""
 
     def __init__(self, context: Context, stem: str):
         super().__init__()
@@ -39,6 +38,30 @@ class ReferenceDsparkInput(nn.Module):
         self.main_proj = ReferenceProjection(context, [Shard(f"{stem}.main_proj")])
         self.main_norm = frozen(context.read(f"{stem}.main_norm.weight"))
 
-    def forward(self, captured: Sequence[Tensor], takes: Form) -> Activation:
-        (projected,) = self.main_proj(Activation(stream_means(captured).to(self._dtype)))
+    def forward(self, means: Tensor, takes: Form) -> Activation:
+        (projected,) = self.main_proj(Activation(means))
         return Activation(rms_norm(projected, self.main_norm, self._eps, out_dtype=self._dtype))
+
+
+class ReferenceDsparkGuesses(nn.Module):
+    """Everything in fp32."""
+
+    def __init__(self, context: Context, stem: str):
+        super().__init__()
+        self.w1, self.w2 = (
+            frozen(context.read(f"{stem}.markov_head.{name}.weight")) for name in ("markov_w1", "markov_w2")
+        )
+
+    def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        return functional.linear(hidden.float(), head[: len(self.w2)].float())
+
+    def choose(self, logits: Tensor, anchor: Tensor) -> Tensor:
+        return draft_greedily(logits, anchor, self.w1, self.w2)
+
+
+def capture(streams: Tensor, means: Tensor) -> None:
+    """Rounding: the means once, to the model dtype."""
+    means.copy_(stream_mean(streams))
+
+
+DSPARK = DsparkBoundaries(capture, ReferenceDsparkInput, ReferenceDsparkGuesses)

@@ -45,6 +45,7 @@ TOGETHER = [
     "compression_by_128",
     "logits_of_parts_of_k",
     "largest_logits",
+    "guesses_of_a_block",
 ]
 """Kernels whose programs wait for one another, or whose last program finishes the work."""
 
@@ -71,6 +72,7 @@ COUNTED = [
     ("routed_tokens", "_route_topk", "atom.global.gpu.acq_rel.add"),
     ("logits_of_parts_of_k", "_router_logits_split", "atom.global.gpu.acq_rel.add"),
     ("largest_logits", "_greedy_tokens", "atom.global.gpu.acq_rel.add"),
+    ("guesses_of_a_block", "_markov_step", "atom.global.gpu.acq_rel.add"),
     ("next_site_quantised", "site_kernel", "atom.global.gpu.release.add"),
     ("next_site_quantised", "site_kernel", "ld.acquire.gpu"),
 ]

@@ -55,10 +55,14 @@ def token_and_streams() -> Outputs:
     return {"streams": draft_inputs.add_to_streams(some_rows(3, 100), some_rows(12, 100), out)}
 
 
-@case("_stream_means", bounds={"means": BF16})
-def means_of_streams() -> Outputs:
-    captured = [some_rows(rows, 100).bfloat16()[:12].view(3, 4, 100) for rows in (12, 13)]
-    return {"means": draft_inputs.stream_means(captured, torch.full((3, 200), torch.nan, dtype=torch.bfloat16))}
+@case("_stream_mean", bounds={"means": BF16})
+def mean_of_streams() -> Outputs:
+    streams, means = (
+        some_rows(12, 100).bfloat16().view(3, 4, 100),
+        torch.full((3, 200), torch.nan, dtype=torch.bfloat16),
+    )
+    draft_inputs.stream_mean(streams, means[:, 100:])
+    return {"means": means}
 
 
 @case("_rms_norm", bounds={"normed": BF16})
