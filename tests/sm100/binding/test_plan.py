@@ -38,8 +38,8 @@ def planned(product: GemmSpec, tokens: int, clusters: Clusters = B200_CLUSTERS, 
     pairs = tokens * product.experts_per_token
     tile = plan.expert_token_tile_for(pairs, product.groups, pin)
     rows = padded_rows(pairs, product.groups, tile)
-    experts = rows, product.groups, product.gated, tile
-    return plan.plan_experts(*sizes, *experts, product.output, clusters, counts_ahead=True, pin=pin)
+    groups, gated = product.groups, product.gated
+    return plan.plan_experts(*sizes, rows, groups, gated, tile, product.output, clusters, counts_ahead=True, pin=pin)
 
 
 @pytest.mark.parametrize(("base", "ranks"), [(FLASH, 1), (FLASH, 8), (PRO, 8)], ids=["flash", "flash-8", "pro-8"])
