@@ -195,6 +195,7 @@ SM100 = Descriptor(
     gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:sm100",
     gpu_in="nvfp4_sgl.targets.gpus:B200",
     only_nvfp4_experts=True,
+    drafts=True,
     note="executed in an emulator only, never yet on a Blackwell GPU: run launch/check_gpu first",
 )
 HOPPER_W4A4 = Descriptor(

@@ -90,13 +90,13 @@ def mtp(verified: Verified, target: str, mode: ActivationMode, dtype: torch.dtyp
 
 
 @torch.no_grad()
-def dspark(verified: Verified, target: str, mode: ActivationMode, dtype: torch.dtype) -> list[Tensor]:
-    """Hidden states of two rounds of blocks: behind the prompts, and behind what was accepted of the first."""
+def dspark(verified: Verified, target: str, mode: ActivationMode, dtype: torch.dtype, rounds: int = 2) -> list[Tensor]:
+    """Hidden states of rounds of blocks: behind the prompts, and behind what was accepted of the first."""
     fields = DsparkConfig.parse(verified.raw, verified.config)
     rig = Drafting(verified, target, mode, dtype, blocks=fields.stages)
     draft, found, block = DsparkDraft(rig.context, fields), [], fields.block
     starts, lengths = [0] * len(PROMPTS), list(PROMPTS)
-    for kind in (PassKind.EXTEND, PassKind.VERIFY):
+    for kind in (PassKind.EXTEND, PassKind.VERIFY)[:rounds]:
         step, tokens = rig.step(starts, lengths, kind), sum(lengths) - sum(starts)
         captured = [rig.streams(tokens, seed=10 * tokens + layer) for layer in fields.captured_layers]
         draft.inject(draft.means(captured), step, rig.caches.layers)

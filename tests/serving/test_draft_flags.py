@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from nvfp4_sgl.serving.drafts import checks, dspark_checks, simulated
 from nvfp4_sgl.serving.drafts.dspark_checks import GREEDY_DRAFT
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.targets.target import CPU, SM100
 from tests.support.damage import remove
 
 NOTHING: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *checks.NEED_ALGORITHM)) | {"tp_size": 1}
@@ -169,7 +171,6 @@ MISFITS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     ),
     "DSPARK on Hopper": ("dspark", "sm_90a", DSPARK, "DSPARK", "not implemented on target sm_90a, only on cpu"),
     "DSPARK on two ranks": ("dspark", "cpu", DSPARK | {"tp_size": 2}, "DSPARK", "with --tp-size 2: not implemented"),
-    "Blackwell": ("mtp", "sm_100a", EAGLE, "EAGLE", "target sm_100a, whose drafts have run on no GPU yet, only on cpu"),
 }
 
 
@@ -180,6 +181,15 @@ def test_drafts_that_a_server_has_not(name: str, checkpoints: dict[str, Verified
     with pytest.raises(Nvfp4SglError) as error:
         checks.check_draft(NOTHING | given | {"model_path": verified.inventory.directory}, verified, target, {})
     assert str(error.value).startswith(f"--speculative-algorithm {algorithm}") and message in str(error.value)
+
+
+def test_a_target_that_does_not_draft(checkpoints: dict[str, Verified], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a package adds, say."""
+    monkeypatch.setattr(checks, "targets", lambda: (CPU, replace(SM100, drafts=False)))
+    verified = checkpoints["mtp"]
+    given = NOTHING | EAGLE | {"model_path": verified.inventory.directory}
+    with pytest.raises(UnsupportedError, match="^--speculative-algorithm EAGLE: .* target sm_100a, only on cpu;"):
+        checks.check_draft(given, verified, "sm_100a", {})
 
 
 def test_a_draft_that_a_mode_does_not_run(checkpoints: dict[str, Verified]) -> None:

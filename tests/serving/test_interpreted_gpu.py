@@ -25,20 +25,11 @@ from nvfp4_sgl.targets.choose import choose
 from nvfp4_sgl.weights.gemms import distinct_gemms
 from tests.support import bf16_logprobs, native
 from tests.support.bf16_logprobs import References, distances, errors, prompt, whole_vocabulary
+from tests.support.interpreted_server import FLAGS, LARGEST_PREFILL, SHAPES, environment
 from tests.support.server import Server, ServerPool
 from tests.support.server_events import told_once
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
-
-PATCHES = Path(__file__).parents[1] / "support" / "interpreted_gpu"
-LARGEST_PREFILL, REQUESTS = 256, 3
-FLAGS = (
-    *("--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3", "--skip-server-warmup"),
-    *("--max-total-tokens", "2048", "--max-running-requests", str(REQUESTS), "--context-length", "1024"),
-    *("--chunked-prefill-size", str(LARGEST_PREFILL)),
-)
-SHAPES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 6, "index_topk": 512}
-"""A layer of each kind, and nothing to choose: a rounding that flips an expert or entry would hide mistakes."""
 
 PROMPTS = (6, 2, 5)
 """Lengths. The first is served alone, the others at once; prompts and decode steps close ratio-4 windows."""
@@ -108,15 +99,8 @@ def server(
 ) -> Server:
     """Ready, so the backend has run its warm-up on SGLang's pools."""
     asked = () if mode is native.MODES[target] else (f'{{"activation_mode": "{mode.value}"}}',)
-    environment = {
-        "PYTHONPATH": str(PATCHES),
-        "TRITON_INTERPRET": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "INTERPRETED_TARGET": target,
-        "OMP_NUM_THREADS": "1",
-    }
     flags = [part for value in asked for part in ("--json-model-override-args", value)]
-    return serve(checkpoint, *FLAGS, *flags, environment=environment)
+    return serve(checkpoint, *FLAGS, *flags, environment=environment(target))
 
 
 def test_what_is_running(server: Server, target: str, mode: ActivationMode, checkpoint: Path):

@@ -110,10 +110,7 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overr
     drafting = [each.word for each in targets() if each.drafts]
     if target not in drafting:
         where = " and ".join(dict.fromkeys(drafting))
-        raise UnsupportedError(
-            f"{flag}: not implemented on target {target}, whose drafts have run on no GPU yet, only on {where}; leave"
-            " the flag out"
-        )
+        raise UnsupportedError(f"{flag}: not implemented on target {target}, only on {where}; leave the flag out")
     if path is not None and not (Path(path).is_dir() and Path(path).samefile(given["model_path"])):
         raise ConfigError(
             f"--speculative-draft-model-path {path}: expected --model-path, {given['model_path']}, which bundles its"

@@ -41,6 +41,28 @@ def _compute_gemms_in_torch(model):
     launcher.install(runner)
 
 
+def _warm_up_several_models(gemm_planner):
+    """A frozen launcher takes the kernels of another model's warm-up, as the one on CUDA does with its library."""
+    from nvfp4_sgl.cutedsl_kernels import launcher
+    from tests.support.reference_gemms import ReferenceLauncher
+
+    warm_up = gemm_planner.GemmPlanner.warm_up
+
+    def thawed(self, *given):
+        runner = launcher.current()
+        assert isinstance(runner, ReferenceLauncher)
+        runner.ready = None
+        warm_up(self, *given)
+
+    gemm_planner.GemmPlanner.warm_up = thawed
+
+
+def _hook_as_on_a_cpu(hooks):
+    """SGLang's kernels for drafts are a GPU's; here its tensors are a CPU's."""
+    chosen = hooks.hooks
+    hooks.hooks = lambda *, on_gpu, blocks: chosen(on_gpu=False, blocks=blocks)
+
+
 def _repeat_no_work(interpreter):
     """Interpret faster; values stay what they are."""
     from tests.support import interpreter_speed
@@ -53,6 +75,11 @@ on_import.patch_on_import(
         "triton.runtime.interpreter": _repeat_no_work,
         "nvfp4_sgl.targets.choose": _detect_the_target,
         "nvfp4_sgl.targets.fused.warm_up": _warm_up_with_one_size,
+        "nvfp4_sgl.targets.fused.gemm_planner": _warm_up_several_models,
+        "nvfp4_sgl.serving.drafts.hooks": _hook_as_on_a_cpu,
         "nvfp4_sgl.serving.model": _compute_gemms_in_torch,
     }
 )
+if "PLANTED_FAULT" in os.environ:  # beside what is replaced, in other modules
+    faults = Path(__file__).parents[1] / "planted_faults" / "sitecustomize.py"
+    exec(compile(faults.read_text(), str(faults), "exec"), {"__file__": str(faults), "__name__": "planted_faults"})

@@ -1,0 +1,87 @@
+"""A server that drafts with a GPU's decoder, draft and backend, where there is no GPU: the kernels are interpreted.
+
+``tests/gpu/test_drafted_server.py`` runs more of it on a GPU, in graphs, and ``test_drafted.py`` on the CPU's target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import bf16_logprobs, native
+from tests.support.bf16_logprobs import References, distances, errors, prompt, whole_vocabulary
+from tests.support.calm import write_calm
+from tests.support.guesses import Guesses
+from tests.support.interpreted_server import FLAGS, SHAPES, environment
+from tests.support.server import Server, ServerPool
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+CASES = (
+    ("sm_100a", "mtp", ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "2")),
+    pytest.param(
+        ("sm_90a", "mtp", ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "2")), marks=pytest.mark.full
+    ),
+)
+PROMPTS, TOKENS = [prompt(length) for length in (6, 2)], 6
+"""What is asked at once; answers close ratio-4 windows."""
+WRONG = (7, 8)
+"""Positions at which guesses are wrong."""
+FACTOR = 1.5
+"""Bound of the median distance of a position, as a multiple of what rounding costs the CPU reference."""
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case[:2]))
+def case(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(case: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The draft's matrices are FP8 and MXFP4, as in releases."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return write_calm(folder, seed=3, format="nvfp4-experts", draft=case[1], **SHAPES)
+
+
+@pytest.fixture(scope="module")
+def guesses(tmp_path_factory: pytest.TempPathFactory) -> Guesses:
+    return Guesses(tmp_path_factory.mktemp("planted"))
+
+
+@pytest.fixture(scope="module")
+def server(serve: ServerPool, case: Any, checkpoint: Path, guesses: Guesses) -> Server:
+    target, _, flags = case
+    planted = {"PLANTED_FAULT": "guesses", "PLANTED_GUESSES": str(guesses.file)}
+    return serve(checkpoint, *FLAGS, *flags, environment=environment(target) | planted)
+
+
+@pytest.fixture(scope="module")
+def references(case: Any, checkpoint: Path) -> Iterator[References]:
+    with bf16_logprobs.references(checkpoint, capacity=256, mode=native.MODES[case[0]]) as computed:
+        yield computed
+
+
+def ask(server: Server) -> list[dict[str, Any]]:
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    body = {"input_ids": PROMPTS, "sampling_params": sampling, **whole_vocabulary(512)}
+    answers: list[dict[str, Any]] = server.post("/generate", body)
+    return answers
+
+
+def test_answers_do_not_depend_on_guesses(server: Server, guesses: Guesses, references: References, case: Any) -> None:
+    """With guesses of a random draft, and with guesses that are right and wrong."""
+    first = ask(server)
+    sequences = [[*ids, *found["output_ids"]] for ids, found in zip(PROMPTS, first, strict=True)]
+    guesses.write(sequences, WRONG)
+    second = ask(server)
+    assert [found["output_ids"] for found in second] == [found["output_ids"] for found in first]
+    rounds = [found["meta_info"]["spec_verify_ct"] for found in (*first, *second)]
+    assert rounds == [TOKENS - 1, TOKENS - 1, 3, 2]
+    compare = distances if case[0] == "sm_100a" else errors
+    for answers in (first, second):
+        ours, theirs = compare(answers, PROMPTS, references)
+        print(f"median {ours.median():.3f}, largest {ours.max():.3f}; reference {theirs.median():.3f}")
+        assert ours.median() <= FACTOR * theirs.median()
