@@ -15,13 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.reader import CheckpointReader, bounds
 from nvfp4_sgl.checkpoint.safetensors_header import Entry
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.convert.matrix import MatrixConverter
-from nvfp4_sgl.convert.options import Options, parse_classes
+from nvfp4_sgl.convert.options import DRAFTS, Options
 from nvfp4_sgl.convert.plan import Conversion, Copy, Invert, Quantise, Step, make_plan
 from nvfp4_sgl.convert.tally import Tally
 from nvfp4_sgl.convert.words import described
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedAtLoad(Verified):
-    """A checkpoint as its conversion would be; :meth:`reader` converts.
+    """A checkpoint as its conversion would be; readers convert.
 
     Attributes:
         source: what is on the disk. plan, options: of the conversion.
@@ -43,11 +42,17 @@ class ConvertedAtLoad(Verified):
     plan: Conversion
     options: Options
 
-    def reader(self, device: torch.device | str = "cpu", say: Callable[[str], None] | None = None) -> CheckpointReader:
-        """The reader of the tensors, on the CPU; it computes on ``device``, a GPU or the CPU."""
+    def _opened(
+        self,
+        inventory: Inventory,
+        device: torch.device | str,
+        say: Callable[[str], None] | None = None,
+        of_draft: bool = False,
+    ) -> CheckpointReader:
+        """A reader of the tensors, on the CPU; it computes on ``device``, a GPU or the CPU."""
         if torch.device(device).type == "meta":
-            return DummyReader(self.inventory, device)
-        return ConvertingReader(self, torch.device(device), say)
+            return DummyReader(inventory, device, of_draft=of_draft)
+        return ConvertingReader(self, torch.device(device), say, of_draft=of_draft)
 
     def describe(self) -> str:
         """The source of the weights, in words."""
@@ -58,11 +63,16 @@ def converted_at_load(source: Verified, options: Options) -> ConvertedAtLoad:
     """``source`` with the matrices of ``options.classes`` in NVFP4; nothing is read yet.
 
     Raises:
-        ConfigError: nothing is to be converted; or as :func:`.plan.make_plan`.
+        ConfigError: nothing is to be converted, or drafts are and there are none; or as :func:`.plan.make_plan`.
         CheckpointError: as :func:`.plan.make_plan`.
     """
+    if options.drafts and not source.inventory.draft_matrices(source.config):
+        raise ConfigError(
+            f"{source.inventory.directory}: convert_at_load: '{DRAFTS}': expected a draft with matrices under"
+            " DeepSeek's names (mtp.0.attn.wq_a, …), found none; leave the word out"
+        )
     plan = make_plan(source, options)
-    if plan.before == plan.after:
+    if plan.before == plan.after and not plan.drafts:
         raise ConfigError(
             f"{source.inventory.directory}: convert_at_load: expected a matrix that is not NVFP4 among"
             f" {', '.join(sorted(kind.value for kind in options.classes))}, found none; leave it out"
@@ -75,22 +85,8 @@ def converted_at_load(source: Verified, options: Options) -> ConvertedAtLoad:
     }
     inventory = Inventory(source.inventory.directory, entries)
     summary = inventory.verify(source.config)
-    raw = described(source.raw, plan.after, {})
+    raw = described(source.raw, plan.after, plan.draft_weights())
     return ConvertedAtLoad(raw, source.config, inventory, summary, source=source, plan=plan, options=options)
-
-
-def classes_of(text: object) -> frozenset[MatrixClass]:
-    """The classes that ``convert_at_load`` names: ``all``, or as in ``nvfp4-sgl convert --only``.
-
-    Raises:
-        ConfigError: it names something else.
-    """
-    if text == "all":
-        return frozenset(MatrixClass)
-    try:
-        return parse_classes(text if isinstance(text, str) else str(text))
-    except ValueError as error:
-        raise ConfigError(f"convert_at_load: expected all, or {str(error).removeprefix('expected ')}") from error
 
 
 def _file(source: Verified, step: Step) -> Path:
@@ -107,8 +103,15 @@ class ConvertingReader(CheckpointReader):
     The parts of a matrix are asked for one after another: the last matrix is kept, and converted once for them.
     """
 
-    def __init__(self, verified: ConvertedAtLoad, device: torch.device, say: Callable[[str], None] | None = None):
-        super().__init__(verified.inventory, say=say)
+    def __init__(
+        self,
+        verified: ConvertedAtLoad,
+        device: torch.device,
+        say: Callable[[str], None] | None = None,
+        *,
+        of_draft: bool = False,
+    ):
+        super().__init__(verified.inventory, say=say, of_draft=of_draft)
         self._source = CheckpointReader(verified.source.inventory)
         self._converter = MatrixConverter(self._source, device, verified.options)
         self._steps: dict[str, tuple[Step, int]] = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvfp4_sgl.checkpoint.classes import MatrixClass
+from nvfp4_sgl.errors import ConfigError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -79,3 +80,23 @@ def parse_classes(text: str) -> frozenset[MatrixClass]:
         if name not in known:
             raise ValueError(f"expected classes among {', '.join(known)}, separated by commas, found '{name}'")
     return frozenset(known[name] for name in text.split(","))
+
+
+ALL, DRAFTS = "all", "drafts"
+"""Words of ``convert_at_load``: every class; and the matrices of the chosen classes in drafts, too."""
+
+
+def parse_at_load(value: object) -> Options:
+    """Options of the override ``convert_at_load``: ``all`` or classes as of :func:`parse_classes`, and ``drafts``.
+
+    Raises:
+        ConfigError: it names something else.
+    """
+    words = str(value).split(",") if isinstance(value, str) else [str(value)]
+    classes = ",".join(word for word in words if word != DRAFTS)
+    try:
+        chosen = frozenset(MatrixClass) if classes == ALL else parse_classes(classes)
+    except ValueError as error:
+        expected = str(error).removeprefix("expected ")
+        raise ConfigError(f"convert_at_load: expected {ALL}, or {expected}; '{DRAFTS}' may be added") from error
+    return Options(chosen, drafts=DRAFTS in words)

@@ -153,6 +153,13 @@ class Conversion:
         """Every tensor of the result."""
         return (output for shard in self.shards for output in shard.outputs)
 
+    def draft_weights(self) -> dict[str, bool]:
+        """Stems of the 2-D weights of drafts, and whether each is NVFP4 now."""
+        outputs = [output for output in self.outputs if output.name.startswith(MTP_PREFIX)]
+        nvfp4 = {output.name.removesuffix(".weight_scale_2") for output in outputs}
+        stems = (o.name.removesuffix(".weight") for o in outputs if o.name.endswith(".weight") and len(o.shape) == 2)
+        return {stem: stem in nvfp4 for stem in stems}
+
 
 def make_plan(source: Verified, options: Options) -> Conversion:
     """Plan the conversion of ``source``.

@@ -16,7 +16,6 @@ from nvfp4_sgl import __version__
 from nvfp4_sgl.checkpoint import checksums, modelopt_words
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.inventory import INDEX, Inventory
-from nvfp4_sgl.checkpoint.names import MTP_PREFIX
 from nvfp4_sgl.checkpoint.quantization import MANIFEST, check_manifest, check_quantization_config
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import Verified, verify
@@ -206,7 +205,7 @@ def _publish(source: Path, verified: Verified, plan: Conversion, folder: Folder,
     weight_map = {name: file for file, record in records.items() for name in record["tensors"]}
     index = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
     folder.write_json(target / INDEX, index)
-    config = described(verified.raw, plan.after, _draft_weights(plan))
+    config = described(verified.raw, plan.after, plan.draft_weights())
     folder.write_json(target / MANIFEST, modelopt_words.manifest(config["quantization_config"]))
     for name in _small_files(source):
         folder.copy(source / name, name)
@@ -220,14 +219,6 @@ def _publish(source: Path, verified: Verified, plan: Conversion, folder: Folder,
     check_quantization_config(config, summary)
     check_manifest(target, summary)
     folder.write_json(target / "config.json", config)
-
-
-def _draft_weights(plan: Conversion) -> dict[str, bool]:
-    """Stems of the 2-D weights of drafts, and whether each is NVFP4 now."""
-    outputs = [output for output in plan.outputs if output.name.startswith(MTP_PREFIX)]
-    nvfp4 = {output.name.removesuffix(".weight_scale_2") for output in outputs}
-    stems = (o.name.removesuffix(".weight") for o in outputs if o.name.endswith(".weight") and len(o.shape) == 2)
-    return {stem: stem in nvfp4 for stem in stems}
 
 
 def _small_files(source: Path) -> Iterator[Path]:

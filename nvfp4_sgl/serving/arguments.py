@@ -23,8 +23,8 @@ from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, read_config_json
-from nvfp4_sgl.convert.at_load import classes_of, converted_at_load
-from nvfp4_sgl.convert.options import Options
+from nvfp4_sgl.convert.at_load import converted_at_load
+from nvfp4_sgl.convert.options import parse_at_load
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.files import refuse_hub_cache, require_finished
 from nvfp4_sgl.numa import parse_cpus
@@ -219,7 +219,7 @@ def served(path: str | Path, load_format: str | None, overrides: Mapping[str, An
     """The model served from ``path``: its checkpoint, converted if ``overrides`` say so, or random weights by them."""
     classes = overrides.get(CONVERT_AT_LOAD)
     if load_format != DUMMY:
-        return verify(path) if classes is None else converted_at_load(verify(path), Options(classes_of(classes)))
+        return verify(path) if classes is None else converted_at_load(verify(path), parse_at_load(classes))
     if classes is not None:
         raise ConfigError(f"{CONVERT_AT_LOAD}: random weights are drawn in the storage they have; leave it out")
     return verify_dummy(path, {name: value for name, value in overrides.items() if name not in OVERRIDABLE})

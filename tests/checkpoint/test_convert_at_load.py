@@ -20,13 +20,18 @@ from nvfp4_sgl.checkpoint.scan import scan
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.convert import matrix
-from nvfp4_sgl.convert.at_load import ConvertedAtLoad, classes_of, converted_at_load
-from nvfp4_sgl.convert.options import Options
+from nvfp4_sgl.convert.at_load import ConvertedAtLoad, converted_at_load
+from nvfp4_sgl.convert.options import Options, parse_at_load
 from nvfp4_sgl.convert.run import convert
+from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError
+from nvfp4_sgl.model.contract import Context
+from nvfp4_sgl.model.dspark import DsparkDraft
+from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.serving import arguments
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.targets import reference
 from nvfp4_sgl.targets.target import descriptor
 from tests.support.damage import change_tensor, copy_checkpoint, set_byte
 
@@ -141,10 +146,57 @@ def test_kernels_and_memory_are_those_of_the_converted(pair: tuple[ConvertedAtLo
 
 
 def test_classes() -> None:
-    assert classes_of("all") == ALL and classes_of("experts,o_a") == {MatrixClass.EXPERTS, MatrixClass.O_A}
-    for wrong in ("experts,biases", "", 5, None, ["experts"]):
+    experts_and_o_a = frozenset({MatrixClass.EXPERTS, MatrixClass.O_A})
+    assert parse_at_load("all") == Options(ALL) and parse_at_load("experts,o_a") == Options(experts_and_o_a)
+    assert parse_at_load("all,drafts") == Options(ALL, drafts=True)
+    assert parse_at_load("experts,drafts,o_a") == Options(experts_and_o_a, drafts=True)
+    for wrong in ("experts,biases", "", "drafts", "all,experts", 5, None, ["experts"]):
         with pytest.raises(ConfigError, match="convert_at_load: expected all, or classes among experts"):
-            classes_of(wrong)
+            parse_at_load(wrong)
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["kept", "converted"])
+@pytest.mark.parametrize(("format", "draft"), [("deepseek", "mtp"), ("deepseek", "dspark"), ("bf16", "mtp")])
+@torch.no_grad()
+def test_a_draft(format: str, draft: str, drafts: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every tensor, and the draft that is built of them; what becomes NVFP4 in it is counted where it is loaded."""
+    write_tiny(tmp_path / "source", format, seed=6, draft=draft, num_hidden_layers=3, n_routed_experts=8)
+    options = Options(frozenset({MatrixClass.EXPERTS, MatrixClass.SHARED}), drafts=drafts)
+    convert(tmp_path / "source", tmp_path / "target", options, device=torch.device("cpu"))
+    ours, theirs = converted_at_load(verify(tmp_path / "source"), options), verify(tmp_path / "target")
+    described, other = ours.draft(), theirs.draft()
+    assert described is not None and other is not None and described == other
+    assert drafts == (Storage.NVFP4 in described.storages.values())
+    names = [name for name in theirs.inventory.entries if name.startswith("mtp.")]
+    assert {name for name in ours.inventory.entries if name.startswith("mtp.")} == set(names)
+    readers = ours.draft_reader(), theirs.draft_reader()
+    for name in random.Random(0).sample(names, len(names)):
+        assert same(readers[0].read(name), readers[1].read(name)), name
+    built: list[MtpDraft | DsparkDraft] = []
+    for verified in (ours, theirs):
+        reader = verified.draft_reader()
+        context = Context(reader, verified.config, reference.boundaries())
+        elsewhere: tuple[str, ...] = ()
+        if draft == "mtp":
+            built.append(MtpDraft(context))
+        else:
+            dspark = DsparkDraft(context, DsparkConfig.parse(verified.raw, verified.config))
+            built.append(dspark)
+            elsewhere = dspark.unused
+        with caplog.at_level(logging.INFO):
+            reader.finish(elsewhere)
+    one, two = (dict(draft.named_parameters()) for draft in built)
+    assert one.keys() == two.keys() and len(one) > 10
+    for name, value in one.items():
+        assert same(value.detach(), two[name].detach()), name
+    is_quantised = [stem for stem, was in ours.plan.drafts.items() if was is not Storage.NVFP4]
+    assert sum(counted(caplog).values()) == len(is_quantised)
+
+
+def test_a_draft_that_is_not_there(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "deepseek", seed=5, draft="none", **SIZES)
+    with pytest.raises(ConfigError, match="convert_at_load: 'drafts': expected a draft .* found none"):
+        converted_at_load(verify(tmp_path), parse_at_load("experts,drafts"))
 
 
 def test_what_the_server_is_told(tmp_path: Path) -> None:

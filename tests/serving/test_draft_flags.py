@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from nvfp4_sgl.checkpoint.verified import Verified, verify
+from nvfp4_sgl.convert.at_load import converted_at_load
+from nvfp4_sgl.convert.options import parse_at_load
 from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError, UnsupportedError
 from nvfp4_sgl.serving.drafts import checks, dspark_checks, simulated
 from nvfp4_sgl.serving.drafts.dspark_checks import GREEDY_DRAFT
@@ -223,9 +225,13 @@ def test_a_draft_of_another_model(checkpoints: dict[str, Verified]) -> None:
 
 
 def test_weights_that_are_converted_at_load(checkpoints: dict[str, Verified]) -> None:
+    """The draft as it is stored or converted, too; a word without an effect is refused."""
     given = NOTHING | EAGLE | {"model_path": str(checkpoints["mtp"].inventory.directory)}
-    with pytest.raises(UnsupportedError, match="EAGLE with convert_at_load: not implemented"):
-        checks.check_draft(given, checkpoints["mtp"], "cpu", {"convert_at_load": ["experts"]})
+    for words in ("experts", "all,drafts"):
+        converted = converted_at_load(checkpoints["mtp"], parse_at_load(words))
+        checks.check_draft(given, converted, "cpu", {"convert_at_load": words})
+    with pytest.raises(ConfigError, match="^convert_at_load: 'drafts': expected --speculative-algorithm"):
+        checks.check_draft(NOTHING, converted, "cpu", {"convert_at_load": "all,drafts"})
 
 
 def test_random_weights(checkpoints: dict[str, Verified]) -> None:

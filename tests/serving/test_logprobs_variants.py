@@ -65,11 +65,13 @@ def test_other_formats(name, serve, tiny_checkpoints, tmp_path):
         path = tiny_checkpoints(name)
     model = cached_hf_model(path)
     if name == "converted at load":
-        path, flags = source, ("--json-model-override-args", '{"convert_at_load": "all"}')
+        path = source
+        flags = ("--json-model-override-args", '{"convert_at_load": "all,drafts"}', "--speculative-algorithm", "EAGLE")
     server = serve(path, *flags)
     if flags:
         expected = f"nvfp4-full made at load of the mxfp4-experts checkpoint {path}"
-        assert server.info()["weights"] == expected and "converted at load: shared" in server.text()
+        assert server.info()["weights"] == expected and server.info()["draft"] == "MTP, 3 steps"
+        assert server.text().count("converted at load: shared") == 2  # of the model and of its draft
     for length in (5, 131) if is_converted else (5, 131, 600):  # clear prompts of it are rare
         ids = clear_ids(model, length, seed=length)
         check(generate(server, ids, logprob_start_len=0), ids, model)

@@ -11,6 +11,7 @@ from typing import Any
 from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
 from nvfp4_sgl.checkpoint.drafts import DRAFTS, DraftKind, claimed_kind, draft_kind
 from nvfp4_sgl.checkpoint.verified import Verified
+from nvfp4_sgl.convert.options import parse_at_load
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.serving.drafts import dspark_checks
 from nvfp4_sgl.serving.drafts.simulated import SIMULATED, check_simulated
@@ -96,10 +97,12 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overr
     """
     algorithm, path = given["speculative_algorithm"], given["speculative_draft_model_path"]
     if algorithm is None:
+        if "convert_at_load" in overrides and parse_at_load(overrides["convert_at_load"]).drafts:
+            raise ConfigError(
+                "convert_at_load: 'drafts': expected --speculative-algorithm, too; add it, or leave the word out"
+            )
         return
     flag, wanted = f"--speculative-algorithm {algorithm}", DRAFTS[algorithm.upper()]
-    if "convert_at_load" in overrides:
-        raise UnsupportedError(f"{flag} with convert_at_load: not implemented; leave one of them out")
     found = claimed_kind(verified.raw) if verified.is_dummy else draft_kind(verified.inventory)
     directory = verified.inventory.directory
     if found is not wanted:

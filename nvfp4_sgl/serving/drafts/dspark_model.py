@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvfp4_sgl.checkpoint.reader import reader_for
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context, DsparkGuesses
@@ -73,7 +72,7 @@ class DsparkForCausalLM(nn.Module):
             raise UnsupportedError(f"load_weights: the draft has its weights; {OTHER_UPDATES}")
         with stages.stage("draft") as words:
             like = torch.empty(0)  # SGLang loads under the device and dtype that it serves with
-            reader = reader_for(self.verified.inventory, like.device, of_draft=True)
+            reader = self.verified.draft_reader(like.device)
             draft = self.build(rank_context(reader, self.model_config, self.choice, like, uniform_experts=False))
             reader.finish(draft.unused)
             words.append(f"DSpark, {self.num_stages} stages, blocks of {self.gamma} tokens")
