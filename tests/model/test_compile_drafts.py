@@ -207,7 +207,6 @@ def test_a_draft_of_random_weights(checkpoint: Path) -> None:
 
 
 REFUSED = {
-    ("sm_100a", FLAGS["mtp"]): "--speculative-algorithm EAGLE: not implemented on target sm_100a",
     ("sm_90a", FLAGS["dspark"]): "--speculative-algorithm DSPARK: expected",
     ("sm_90a", FLAGS["mtp"][2:]): "--speculative-num-steps 3: expected --speculative-algorithm, too",
     ("sm_90a", (*FLAGS["mtp"], *FLAGS["dspark"][2:])): "--speculative-dspark-block-size 3: expected",
