@@ -1,4 +1,4 @@
-"""Times Flash at full size with dummy weights: ours, then stock SGLang, on the same GPUs.
+"""Times a released model at full size with dummy weights: ours, then stock SGLang, on the same GPUs.
 
 Both have the same flags and client.
 Ours serves every matrix in NVFP4, stock what SGLang recommends on Hopper at low latency: FP8 and MXFP4 through Marlin.
@@ -16,40 +16,46 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from programs.local_server import server
+from programs.local_server import ServerError, server
 
 from benchmarks import decode_trace, start
 from benchmarks.client import Client, started
 from benchmarks.decode_trace import Gemms
-from benchmarks.flash import LAYERS, write_flash
-from benchmarks.full_size_record import described, record
+from benchmarks.full_size_checks import Machine, plan_lines, problems
+from benchmarks.full_size_plan import (
+    ADMIN_KEY,
+    ENGINES,
+    FAILED,
+    LONG_PROMPT,
+    Start,
+    model_of,
+    pending,
+    server_flags,
+)
+from benchmarks.full_size_record import record
+from benchmarks.full_size_report import Report
+from benchmarks.process_memory import HostMemory
+from benchmarks.released import write_released
+from benchmarks.server_memory import gpu_memory
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 
 ROOT = Path(__file__).resolve().parents[2]
-STOCK = Path(__file__).parent / "peers" / "stock_sglang"
-FLAGS = "--load-format dummy --sampling-backend pytorch --mem-fraction-static 0.8 --context-length 16384"
-LEAST_REQUESTS = 64
-"""Requests that a server is laid out for, at least."""
 SAMPLING = {"greedy": (), "top-p": ("--temperature", "1", "--top-p", "0.95")}
 """The client's options, by how it has tokens chosen."""
-ENGINES = {"ours": TinyFormat.NVFP4_FULL, "stock": TinyFormat.DEEPSEEK}
-STOCK_FLAGS = ["--moe-runner-backend", "marlin", "--trust-remote-code"]
-STOCK_ENVIRONMENT = {"NVFP4_SGL_DISABLE": "1", "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
-LONG_PROMPT = 8192
 TRACED_STEPS = 6
-ADMIN_KEY = "bench-full"
-"""Key of the servers that are measured: SGLang's profiler is an administrative endpoint."""
 CLIENT_SECONDS = 300
 
 
 def main() -> int:
-    parser = shared_options("launch/bench_full", __doc__, ENGINES, "full_size", tp=2, layers=LAYERS, tokens=256)
+    parser = shared_options("launch/bench_full", __doc__, ENGINES, "full_size", tp=2, layers=None, tokens=256)
+    parser.set_defaults(concurrency=[1, 64])
+    parser.add_argument("--model", choices=["flash", "pro"], default="flash", help="which release; %(default)s")
+    parser.add_argument("--later", type=int, nargs="*", default=[16, 256], help="requests at once, by a second start")
     parser.add_argument("--long", action="store_true", help=f"also the time to first token of {LONG_PROMPT} tokens")
     parser.add_argument("--trace", type=int, nargs="*", default=[], help="requests at once of traced decode steps")
     parser.add_argument("--drafts", choices=["mtp"], help="draft, with acceptance that is simulated")
@@ -59,14 +65,41 @@ def main() -> int:
     parser.add_argument("--stock-sampler", default="pytorch", metavar="NAME", help="stock's --sampling-backend")
     parser.add_argument("--radix-cache", action="store_true", help="keep the cache of prefixes, which is off otherwise")
     parser.add_argument("--record", type=Path, metavar="FILE", help="a new JSON file of launch/results/figures")
+    parser.add_argument("--fresh", action="store_true", help="measure anew what an earlier run has left in OUT")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and the forecast; needs no GPU")
     arguments = parsed(parser, ENGINES)
+    if arguments.dry_run:
+        print("\n".join(plan_lines(arguments)))
+        return 0
     if arguments.record is not None:
         check_record(arguments, parser)
-    run = described(arguments, sys.argv[1:]) if arguments.record is not None else {}
-    for found in recorded(arguments, measure):
-        if arguments.record is not None:
-            record(arguments.record, arguments, found, run)
-    return 0
+    machine = Machine.here(arguments.output, arguments.tp)
+    if found := list(problems(arguments, machine)):
+        parser.error("\n  ".join(["this machine cannot end the run, and nothing was started:", *found]))
+    try:
+        report = Report.opened(arguments, sys.argv[1:])
+    except ValueError as error:
+        parser.error(str(error))
+    return measured(arguments, report)
+
+
+def measured(arguments: argparse.Namespace, report: Report) -> int:
+    """Find what the report lacks, and write each result as soon as it is there; a start that fails ends no other."""
+    failed = 0
+    if report.found and arguments.record is not None:
+        record(arguments.record, arguments, report.found, report.run)
+    for start_, left in pending(arguments, report.found):
+        try:
+            for name, value in measure(start_, arguments, left):
+                print(f"{start_.engine}, {name}: {json.dumps(value)}", flush=True)
+                report.add(start_.engine, name, value)
+                if arguments.record is not None:
+                    record(arguments.record, arguments, report.found, report.run)
+        except (OSError, RuntimeError, ServerError) as error:
+            failed += 1
+            report.add(start_.engine, FAILED, str(error))
+            print(f"{start_.engine}, {FAILED}: {error}", file=sys.stderr, flush=True)
+    return 1 if failed else 0
 
 
 def check_record(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -78,12 +111,14 @@ def check_record(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
         parser.error(
             f"--record {file} with --drafts: acceptance is simulated, and figures of answers are recorded alone"
         )
-    if file.exists() or file.suffix != ".json" or not file.parent.is_dir():
-        parser.error(f"--record {file}: expected a new .json file in a folder that exists; name another")
+    if file.suffix != ".json" or not file.parent.is_dir():
+        parser.error(f"--record {file}: expected a .json file in a folder that exists; name another")
+    if file.exists() and not Report.wrote(arguments, file):
+        parser.error(f"--record {file}: expected a new .json file, found one of another run; name another")
 
 
 def shared_options(
-    prog: str, doc: str | None, servers: Iterable[str], folder: str, *, tp: int, layers: int, tokens: int
+    prog: str, doc: str | None, servers: Iterable[str], folder: str, *, tp: int, layers: int | None, tokens: int
 ) -> argparse.ArgumentParser:
     """The options of a benchmark of several servers, one after the other; ``tp`` and so on are their defaults."""
     parser = argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0])
@@ -107,25 +142,6 @@ def parsed(parser: argparse.ArgumentParser, servers: Iterable[str]) -> argparse.
     return arguments
 
 
-Found = dict[str, dict[str, Any]]
-"""What each measurement found, by server and name."""
-
-
-def recorded(
-    arguments: argparse.Namespace, measure: Callable[[str, argparse.Namespace], Iterator[tuple[str, Any]]]
-) -> Iterator[Found]:
-    """Measure the servers and print what is found; after each measurement all of ``report.json`` as it is then."""
-    report = arguments.output / "report.json"
-    found: Found = json.loads(report.read_text()) if report.exists() else {}
-    for measured in arguments.servers:
-        found[measured] = {}  # figures of an earlier run never stand beside those of this one
-        for name, value in measure(measured, arguments):
-            found[measured][name] = value
-            print(f"{measured}, {name}: {json.dumps(value)}", flush=True)
-            report.write_text(json.dumps(found, indent=1) + "\n")
-            yield found
-
-
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
     before = dict(os.environ)
@@ -137,70 +153,47 @@ def environment(**values: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def measure(engine: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Serve an engine and yield the name and result of each measurement."""
-    folder: Path = arguments.output / engine
-    model = write_flash(folder / "model", ENGINES[engine], arguments.layers)
-    flags = common_flags([*arguments.concurrency, *arguments.trace], radix_cache=arguments.radix_cache)
-    flags += ["--tp", str(arguments.tp), "--admin-api-key", ADMIN_KEY, *arguments.flags.split()]
-    values = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1", "HF_HUB_OFFLINE": "1"}
-    if engine == "stock":
-        flags += [*STOCK_FLAGS, "--sampling-backend", arguments.stock_sampler]
-        paths = [str(STOCK), *filter(None, [os.environ.get("PYTHONPATH")])]
-        values |= STOCK_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
-    more, variables = drafting(arguments)
-    flags, values = flags + more, values | variables
-    log = folder / "server.log"
+def measure(start_: Start, arguments: argparse.Namespace, left: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Start a server and yield the name and result of each measurement that is ``left``."""
+    for name, value in _results(start_, arguments, left):
+        if name in left:
+            yield name, value
+
+
+def _results(start_: Start, arguments: argparse.Namespace, left: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """As :func:`measure`, with what costs nothing beside what is left."""
+    folder: Path = arguments.output / start_.engine
+    released, ours = model_of(arguments), start_.engine == "ours"
+    model = write_released(folder / "model", released, ENGINES[start_.engine], arguments.layers)
+    flags, values = server_flags(arguments, start_)
+    log = folder / f"server.{start_.most}.log"
     begun = time.monotonic()
     with (
         environment(**values),
         started(folder / "client.log", CLIENT_SECONDS) as client,
-        server(model, log, arguments.port, flags) as url,
+        HostMemory() as host,
+        server(model, log, arguments.port, flags, seconds=released.start_seconds, began=host.watch) as url,
     ):
         ready = time.time()
         yield "ready after", round(time.monotonic() - begun, 1)
-        if engine == "ours":
-            yield "start", start.described(log, ready)
+        yield "host memory", host.found()
+        yield "start", start.described(log, ready)
         with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
-            yield "plugin", plugin(json.load(answer), engine)
-        for count in dict.fromkeys([*arguments.concurrency, *arguments.trace]):
-            if count in arguments.concurrency:
+            info = json.load(answer)
+        yield "plugin", plugin(info, start_.engine)
+        yield "GPU memory", gpu_memory(info, log)
+        for count in dict.fromkeys([*start_.concurrency, *start_.trace]):
+            if not {*start_.at(count)}.isdisjoint(left):
                 sizes = count, arguments.prompt, arguments.tokens
                 found = served(client, url, model, *sizes, sampling=arguments.sampling)
                 yield f"at {count}", found
-                if arguments.drafts:
-                    yield f"round at {count}", round(found["mean_tpot_ms"] * arguments.accepted, 3)
+                yield f"round at {count}", round(found["mean_tpot_ms"] * arguments.accepted, 3)
                 yield f"steady at {count}", steady(log, count)
-            if count in arguments.trace:
-                gemms = Gemms.of(ModelConfig.from_dir(model), arguments.tp, count) if engine == "ours" else None
+            if f"trace at {count}" in left:
+                gemms = Gemms.of(ModelConfig.from_dir(model), arguments.tp, count) if ours else None
                 yield f"trace at {count}", trace(url, folder, count, arguments.prompt, gemms)
-        if arguments.long:
+        if f"prompt of {LONG_PROMPT}" in left:
             yield f"prompt of {LONG_PROMPT}", served(client, url, model, 1, LONG_PROMPT, 4)
-
-
-def drafting(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """Flags and environment of a server that drafts, of either engine; none of one that does not.
-
-    Guesses of random weights mean nothing, so that SGLang's switch says how many are accepted. With one row of a round
-    accepted, which is the default, the time per output token is that of a round.
-    """
-    if not arguments.drafts:
-        return [], {}
-    steps = arguments.steps
-    flags = ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps)]
-    flags += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)]
-    accepted = {
-        "SGLANG_SIMULATE_ACC_LEN": str(arguments.accepted),
-        "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
-    }
-    return flags, accepted
-
-
-def common_flags(at_once: Iterable[int], *, radix_cache: bool) -> list[str]:
-    """Flags of all servers, laid out for as many requests as will be ``at_once``."""
-    most = str(max([LEAST_REQUESTS, *at_once]))
-    flags = [*FLAGS.split(), "--cuda-graph-max-bs-decode", most, "--max-running-requests", most]
-    return flags if radix_cache else [*flags, "--disable-radix-cache"]
 
 
 def plugin(info: dict[str, Any], engine: str) -> dict[str, Any]:

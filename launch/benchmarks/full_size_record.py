@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import write
-from benchmarks.flash import LAYERS
+from benchmarks.full_size_plan import model_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER = "stock SGLang (FP8 + MXFP4, Marlin)"
@@ -23,6 +23,20 @@ CLIENT = {
 """Metric and unit of what SGLang's client says."""
 LONG = ("median_ttft_ms",)
 """What counts of the long prompt, whose answer has four tokens."""
+
+MEMORY = {
+    "host memory": {
+        "RSS of ranks": "host memory of all ranks while loading, RSS",
+        "PSS of ranks": "host memory of all ranks while loading, PSS",
+    },
+    "GPU memory": {
+        "weights": "GPU memory of a rank's weights",
+        "weights, forecast": "GPU memory of a rank's weights, forecast",
+        "in use": "GPU memory in use once ready",
+        "in use, forecast": "GPU memory in use once ready, forecast",
+    },
+}
+"""Metrics of memory, by measurement and field."""
 
 
 def record(file: Path, arguments: Namespace, found: Mapping[str, Mapping[str, Any]], run: dict[str, Any]) -> None:
@@ -56,13 +70,27 @@ def figures(found: Mapping[str, Any], arguments: Namespace) -> Iterator[tuple[tu
             yield line("decode step, steady", "ms", value, conditions)
             continue
         else:
-            if name == "ready after":
-                yield line("ready after the process began", "s", value, {})
-            elif name == "start" and value["ready after weights"] is not None:
-                yield line("ready after weights", "s", value["ready after weights"], {})
+            yield from of_a_start(name, value)
             continue
         for field in names:
             yield line(*CLIENT[field], value[field], conditions)
+
+
+def of_a_start(name: str, value: Any) -> Iterator[tuple[tuple[object, ...], dict[str, Any]]]:
+    """Figures of a server that is ready: seconds, and GB of those sizes that were found."""
+    if name == "ready after":
+        yield line("ready after the process began", "s", value, {})
+    elif name == "start":
+        for metric, seconds in (
+            ("ready after weights", value["ready after weights"]),
+            ("weights loaded in", value["stages"].get("weights")),
+        ):
+            if seconds is not None:
+                yield line(metric, "s", seconds, {})
+    elif name in MEMORY:
+        for field, metric in MEMORY[name].items():
+            if value.get(field) is not None:
+                yield line(metric, "GB", value[field], {})
 
 
 def line(metric: str, unit: str, value: float, conditions: dict[str, int]) -> tuple[tuple[object, ...], dict[str, Any]]:
@@ -77,10 +105,11 @@ def described(arguments: Namespace, command: list[str]) -> dict[str, Any]:
     """The conditions of all figures of a run: model, machine, code and command."""
     import torch
 
-    model = "DeepSeek-V4-Flash, random weights"
+    released = model_of(arguments)
+    model, layers = f"{released.name}, random weights", arguments.layers or released.layers
     run = {
-        "case": f"flash_tp{arguments.tp}",
-        "model": model if arguments.layers == LAYERS else f"{model}, {arguments.layers} layers",
+        "case": f"{arguments.model}_tp{arguments.tp}",
+        "model": model if layers == released.layers else f"{model}, {layers} layers",
         "machine": torch.cuda.get_device_name(),
         "cards": arguments.tp,
         "tp": arguments.tp,

@@ -27,18 +27,16 @@ from benchmarks import start
 from benchmarks.client import started
 from benchmarks.flash import write_flash
 from benchmarks.full_size import (
-    ADMIN_KEY,
     CLIENT_SECONDS,
-    Found,
-    common_flags,
     environment,
     parsed,
     plugin,
-    recorded,
     served,
     shared_options,
     steady,
 )
+from benchmarks.full_size_plan import ADMIN_KEY, common_flags
+from benchmarks.full_size_report import Found
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat
 
 CONTEXTS = {"long": 1 << 20, "short": 1 << 14}
@@ -69,6 +67,21 @@ def main() -> int:
         (arguments.output / "report.md").write_text(markdown(found))
     print(markdown(found), flush=True)
     return 1 if any(is_failed(value) for values in found.values() for value in values.values()) else 0
+
+
+def recorded(
+    arguments: argparse.Namespace, measure: Callable[[str, argparse.Namespace], Iterator[tuple[str, Any]]]
+) -> Iterator[Found]:
+    """Measure the servers and print what is found; after each measurement all of ``report.json`` as it is then."""
+    report = arguments.output / "report.json"
+    found: Found = json.loads(report.read_text()) if report.exists() else {}
+    for measured in arguments.servers:
+        found[measured] = {}  # figures of an earlier run never stand beside those of this one
+        for name, value in measure(measured, arguments):
+            found[measured][name] = value
+            print(f"{measured}, {name}: {json.dumps(value)}", flush=True)
+            report.write_text(json.dumps(found, indent=1) + "\n")
+            yield found
 
 
 def failed(error: Exception) -> dict[str, str]:

@@ -1,10 +1,11 @@
-"""Reads the memory of processes from /proc, and watches it while commands run."""
+"""Reads the memory of processes from /proc, and watches it while commands run, or a server starts."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,12 @@ from pathlib import Path
 
 SECONDS = 0.05
 """Between two looks at a process's memory."""
+
+
+RANK = "sglang::scheduler"
+"""Title of a rank's process."""
+SERVER_SECONDS = 0.5
+"""Between two looks at all processes of a server."""
 
 
 @dataclass
@@ -67,5 +74,83 @@ def status(pid: int | str) -> dict[str, int]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return {}
+    fields = (line.split() for line in lines if line.endswith(" kB"))
+    return {name.rstrip(":"): int(value) * 1024 for name, value, _ in fields}
+
+
+class HostMemory:
+    """Peak memory of a server's processes, from :meth:`watch` until :meth:`found` or the block's end.
+
+    RSS counts a page in every process that maps it, PSS once, shared among them.
+    """
+
+    def __init__(self) -> None:
+        self._peaks: dict[str, int] = {}
+        self._ranks = 0
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> HostMemory:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.found()
+
+    def watch(self, leader: int) -> None:
+        """Begin with the processes of the session that the process ``leader`` has made."""
+        self._thread = threading.Thread(target=self._sample, args=(leader,), daemon=True)
+        self._thread.start()
+
+    def found(self) -> dict[str, float | int | None]:
+        """GB at the peak of each sum; PSS is ``None`` where the kernel does not say it."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=30)
+        names = ("RSS of ranks", "PSS of ranks", "RSS of all", "PSS of all")
+        sizes = {name: round(self._peaks[name] / 1e9, 2) if self._peaks.get(name) else None for name in names}
+        return {"ranks": self._ranks, **sizes}
+
+    def _sample(self, leader: int) -> None:
+        while True:
+            ids = session(leader)
+            ranks = [pid for pid in ids if RANK in title(pid)]
+            self._ranks = max(self._ranks, len(ranks))
+            shown = {pid: rollup(pid) for pid in ids}
+            for which, chosen in (("ranks", ranks), ("all", ids)):
+                for name in ("Rss", "Pss"):
+                    total = sum(shown[pid].get(name, 0) for pid in chosen)
+                    key = f"{name.upper()} of {which}"
+                    self._peaks[key] = max(self._peaks.get(key, 0), total)
+            if self._over.wait(SERVER_SECONDS):
+                return
+
+
+def session(leader: int) -> list[int]:
+    """Processes of the session that ``leader`` has made."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            # The name, in parentheses, may hold any character.
+            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[3]) == leader:
+                found.append(int(entry.name))
+        except (OSError, IndexError):
+            continue  # it has ended meanwhile
+    return found
+
+
+def title(pid: int) -> str:
+    """A process's command line, in place of which SGLang puts a title."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def rollup(pid: int) -> dict[str, int]:
+    """``Rss`` and ``Pss`` of a process in bytes; without ``Pss`` where the kernel has no smaps_rollup."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return {"Rss": status(pid).get("VmRSS", 0)}
     fields = (line.split() for line in lines if line.endswith(" kB"))
     return {name.rstrip(":"): int(value) * 1024 for name, value, _ in fields}

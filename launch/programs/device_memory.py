@@ -13,8 +13,14 @@ QUERY_SECONDS = 20
 
 def used(gpus: str = "") -> int | None:
     """MiB in use on ``gpus``, numbers between commas, or on all; ``None`` where there is no nvidia-smi."""
+    found = each(gpus)
+    return None if found is None else sum(found)
+
+
+def each(gpus: str = "") -> list[int] | None:
+    """:func:`used` of each of them."""
     try:
-        return sum(int(line) for line in _asked(gpus, "--query-gpu=memory.used"))
+        return [int(line) for line in _asked(gpus, "--query-gpu=memory.used")]
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 

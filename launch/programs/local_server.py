@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,8 +30,20 @@ class ServerError(Exception):
 
 
 @contextmanager
-def server(checkpoint: Path, log: Path, port: int = 0, arguments: Sequence[str] = ()) -> Iterator[str]:
-    """A ready SGLang server on ``checkpoint``; yields its address, stops it by its own process group."""
+def server(
+    checkpoint: Path,
+    log: Path,
+    port: int = 0,
+    arguments: Sequence[str] = (),
+    *,
+    seconds: float = START_SECONDS,
+    began: Callable[[int], None] = lambda process: None,
+) -> Iterator[str]:
+    """A ready SGLang server on ``checkpoint``; yields its address, stops it by its own process group.
+
+    Args:
+        seconds: limit of its start. began: told the id of its first process, which leads the session of all.
+    """
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
@@ -42,7 +54,8 @@ def server(checkpoint: Path, log: Path, port: int = 0, arguments: Sequence[str] 
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        wait_until_ready(process, url, log, started)
+        began(process.pid)
+        wait_until_ready(process, url, log, started, seconds)
         yield url
     except ServerError as error:
         raise ServerError(f"{error}\n--- last lines of {log.name}\n{tail(log)}") from error
@@ -68,7 +81,7 @@ def free_port() -> int:
             return port
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, started: float) -> None:
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, started: float, seconds: float) -> None:
     """Return when ``/health`` answers 200; :class:`ServerError` if the server ends or takes too long.
 
     Meanwhile each stage of the start is shown when the log says it.
@@ -79,8 +92,8 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, star
         now = time.monotonic()
         if status is not None:
             raise ServerError(f"the server ended with status {status} before it was ready")
-        if now - started > START_SECONDS:
-            raise ServerError(f"the server was not ready after {START_SECONDS} s")
+        if now - started > seconds:
+            raise ServerError(f"the server was not ready after {seconds:.0f} s")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return

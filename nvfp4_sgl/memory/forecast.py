@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
@@ -50,6 +50,15 @@ class Forecast:
     def fixed(self) -> int:
         """Weights and the pools that do not depend on the number of tokens."""
         return sum(self.weights.values()) + sum(self.server.values())
+
+    def with_free(self, free: int | None) -> Forecast:
+        """The same rank on a device with so many bytes free; ``None`` if that is unknown."""
+        if free is None:
+            return replace(self, free=None, tokens=None)
+        left = free * self.setting.fraction - self.fixed
+        tokens = max(int(left / sum(self.token.values())), 0) // PAGE_TOKENS * PAGE_TOKENS
+        most = self.setting.most_tokens
+        return replace(self, free=free, tokens=tokens if most is None else min(tokens, most))
 
     def lines(self) -> list[str]:
         """The arithmetic, a line a part."""
@@ -109,6 +118,7 @@ class Forecast:
             short.append(
                 f"weights and pools for {least} tokens need {gb(needed).strip()},"
                 f" --mem-fraction-static {setting.fraction:.3g} of {gb(self.free).strip()} free is {gb(budget).strip()}"
+                f" ({gb(needed - budget).strip()} too little)"
             )
             if needed + estimated <= self.free:
                 short.append(f"raise --mem-fraction-static above {needed / self.free:.3f}")
@@ -169,14 +179,8 @@ def forecast(
         weights["draft"] = draft_weight_bytes(config, draft, target, setting.owner, mode)
         rows = (setting.row_bytes, setting.swa_ratio)
         token["draft"] = draft_bytes_per_token(config, token, *rows, stages=draft.stages, layers=layers)
-    tokens = None
-    if free is not None:
-        left = free * setting.fraction - sum(weights.values()) - sum(server.values())
-        tokens = max(int(left / sum(token.values())), 0) // PAGE_TOKENS * PAGE_TOKENS
-        tokens = tokens if setting.most_tokens is None else min(tokens, setting.most_tokens)
-    return Forecast(
-        setting, weights, server, token, _estimated(config, descriptor(target, mode), setting), free, tokens
-    )
+    estimated = _estimated(config, descriptor(target, mode), setting)
+    return Forecast(setting, weights, server, token, estimated, None, None).with_free(free)
 
 
 def _estimated(config: ModelConfig, chosen: Descriptor, setting: Setting) -> dict[str, int]:

@@ -43,10 +43,10 @@ def steps(count: int) -> list[dict[str, Any]]:
 
 def test_a_server_that_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its flags fit each other and the configuration that is measured."""
-    from benchmarks import flash, full_size
+    from benchmarks import flash, full_size_plan
 
-    assert full_size.drafting(Namespace(drafts=None)) == ([], {})
-    flags, variables = full_size.drafting(Namespace(drafts="mtp", steps=3, accepted=2.5))
+    assert full_size_plan.drafting(Namespace(drafts=None)) == ([], {})
+    flags, variables = full_size_plan.drafting(Namespace(drafts="mtp", steps=3, accepted=2.5))
     given = dict.fromkeys(("speculative_algorithm", *checks.NEED_ALGORITHM))
     for flag, value in zip(flags[::2], flags[1::2], strict=True):
         given[flag.removeprefix("--").replace("-", "_")] = value if value == "EAGLE" else int(value)
@@ -56,7 +56,7 @@ def test_a_server_that_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     checks.check_flags(given)
     assert simulated.check_simulated(4) == 2.5
     simulated.simulated_length.cache_clear()
-    model = flash.write_flash(tmp_path, full_size.ENGINES["ours"], 2)
+    model = flash.write_flash(tmp_path, full_size_plan.ENGINES["ours"], 2)
     checks.check_draft(given | {"model_path": str(model)}, verify_dummy(model), "sm_90a", {})
 
 
@@ -208,7 +208,8 @@ def test_prompts_have_the_tokens_that_were_asked_for(
 
 
 def test_servers_are_laid_out_for_the_requests_that_come() -> None:
-    from benchmarks.full_size import SAMPLING, common_flags
+    from benchmarks.full_size import SAMPLING
+    from benchmarks.full_size_plan import common_flags
 
     def value(flags: list[str], name: str) -> str:
         return flags[flags.index(name) + 1]

@@ -77,8 +77,8 @@ def test_a_cache_that_shall_be_empty_is_emptied(tmp_path: Path, monkeypatch: pyt
 
     told: list[Any] = []
 
-    def measure(engine: str, arguments: Any) -> Any:
-        told.append((engine, os.environ["XDG_CACHE_HOME"], os.environ["TRITON_CACHE_DIR"], arguments.concurrency))
+    def measure(start: Any, arguments: Any, left: list[str]) -> Any:
+        told.append((start.engine, os.environ["XDG_CACHE_HOME"], os.environ["TRITON_CACHE_DIR"], start.concurrency))
         kernels.mkdir(exist_ok=True)
         (kernels / "compiled").touch()
         yield "ready after", 100.0
@@ -92,7 +92,7 @@ def test_a_cache_that_shall_be_empty_is_emptied(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(sys, "argv", ["ready", cache, "--output", str(tmp_path)])
         assert ready.main() == 0
         assert (tmp_path / f"{cache}.json").exists() and not (kernels / "old").exists()
-    assert told == 2 * [("ours", str(kernels), str(kernels / "triton"), [])]
+    assert told == 2 * [("ours", str(kernels), str(kernels / "triton"), ())]
 
 
 def test_a_filled_cache_holds_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

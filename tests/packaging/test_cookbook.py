@@ -23,6 +23,7 @@ MACHINES = {
     "one H200": ("sm_90a", 1, 139, ("eight layers",)),
     "two H200s": ("sm_90a", 2, 139, ("Flash",)),
     "four H200s": ("sm_90a", 4, 139, ("Flash",)),
+    "eight H200s": ("sm_90a", 8, 139, ("Flash", "Pro")),
     "eight B200s": ("sm_100a", 8, 178, ("Flash", "Pro")),
 }
 """By the mark of a table: target, GPUs, GiB that are free on each, and models."""
@@ -57,7 +58,7 @@ def forecast_of(given: argparse.Namespace, target: str, free: int, model: Verifi
         dtype_bytes=2,
         row_bytes=None,
         swa_ratio=0.1,
-        fraction=0.85,
+        fraction=given.mem_fraction_static or 0.85,
         window_by_ratio=False,
     )
     return forecast(model, target, setting, free << 30)
@@ -78,6 +79,21 @@ def test_a_command_fits_its_machine(machine: str, goal: str, command: str, model
         found = forecast_of(given, target, free, models[name])
         assert found.problem() is None
         assert found.tokens is not None and found.tokens >= given.context_length
+
+
+def test_two_servers_share_eight_gpus(models: dict[str, Verified]) -> None:
+    """Each has GPUs of its own, all of them together, and a port."""
+    block = PAGE.partition("<!-- two servers -->\n```bash\n")[2].partition("\n```")[0].splitlines()
+    gpus, ports = [], []
+    for line in block:
+        variable, _, command = line.partition(" ")
+        name, _, devices = variable.partition("=")
+        given = arguments(command)
+        assert name == "CUDA_VISIBLE_DEVICES" and len(devices.split(",")) == given.tp_size
+        gpus += devices.split(",")
+        ports.append(given.port)
+        assert forecast_of(given, "sm_90a", 139, models["Flash"]).problem() is None
+    assert gpus == [str(gpu) for gpu in range(8)] and len({*ports}) == 2
 
 
 def test_a_command_that_does_not_fit_would_be_seen(models: dict[str, Verified]) -> None:

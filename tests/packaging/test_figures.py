@@ -78,11 +78,13 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     import torch
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(full_size, "problems", lambda *_: [])
+    monkeypatch.setattr(full_size.Machine, "here", lambda *_: None)
 
     def call(found: dict[str, dict[str, Any]], *arguments: str) -> Path:
-        monkeypatch.setattr(full_size, "measure", lambda engine, _: iter(found[engine].items()))
+        monkeypatch.setattr(full_size, "measure", lambda start, *_: iter(found[start.engine].items()))
         file = tmp_path / "record.json"
-        words = ["--record", str(file), "--output", str(tmp_path), "--tp", "4", *arguments]
+        words = ["--record", str(file), "--output", str(tmp_path), "--later", "--tp", "4", *arguments]
         monkeypatch.setattr(sys, "argv", ["bench_full", *words])
         assert full_size.main() == 0
         return file
@@ -133,9 +135,15 @@ def test_a_record_has_the_conditions_of_the_notebooks_run(run: Any) -> None:
     assert new == {(median, 1), (median, 16), ("time to first token, median", 16)}
 
 
-def test_figures_of_another_run_are_not_recorded(run: Any, tmp_path: Path) -> None:
+def test_figures_of_another_run_are_not_recorded(run: Any, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"stock": {"at 16": served(14.5, 900.0)}}))
-    file = run({"ours": OURS}, "ours")
+    with pytest.raises(SystemExit):
+        run({"ours": OURS}, "ours")
+    assert (
+        "holds results of another run: model: expected 'DeepSeek-V4-Flash, random weights', found None"
+        in capsys.readouterr().err
+    )
+    file = run({"ours": OURS}, "ours", "--fresh")
     assert not [one for one in figures.read(file) if one.peer is not None]
 
 
@@ -144,7 +152,7 @@ def test_figures_of_another_run_are_not_recorded(run: Any, tmp_path: Path) -> No
     [
         (["stock"], "new.json", "expected ours among the servers, found stock"),
         (["ours"], "old.json", "expected a new .json file"),
-        (["ours"], "new.txt", "expected a new .json file"),
+        (["ours"], "new.txt", "expected a .json file"),
         (["ours"], "gone/new.json", "in a folder that exists"),
     ],
     ids=["stock alone", "a file that exists", "no JSON", "no folder"],

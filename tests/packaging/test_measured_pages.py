@@ -42,7 +42,9 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("9 min", "50 min", "8 min", "44 min", "3 min", "10 min", "13 min", "49 min"), EXTRAPOLATED),
         **dict.fromkeys(("2.5 min", "14 min", "17 min", "95 min", "5.5 min"), EXTRAPOLATED),
     },
-    "cookbook.md": dict.fromkeys(("161.7 GB", "81.2 GB", "41.0 GB"), FORECAST),
+    "cookbook.md": dict.fromkeys(
+        ("161.7 GB", "81.2 GB", "41.0 GB", "112.8 GB", "20.9 GB", "80 GB", "42.8 GB"), FORECAST
+    ),
     "deployment.md": {"20 s": LIMIT},
     "find_the_op.md": {"18 %": "the error of an estimator"},
     "first_light.md": {

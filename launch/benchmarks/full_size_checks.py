@@ -1,0 +1,208 @@
+"""Refuses a run of ``launch/bench_full`` that this machine cannot end, before anything starts; its plan in words."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from benchmarks.full_size_plan import ENGINES, Start, model_of, server_flags, starts
+from benchmarks.released import MODELS, config_of
+from nvfp4_sgl.checkpoint.drafts import DraftKind
+from nvfp4_sgl.checkpoint.inventory import Inventory
+from nvfp4_sgl.checkpoint.names import Role, tensor_specs
+from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.checkpoint.summary import CheckpointSummary
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.memory.forecast import GPU_RUNTIME_BYTES, Forecast, forecast, gb
+from nvfp4_sgl.memory.setting import Setting
+from nvfp4_sgl.sglang_defaults import CHUNK, PACKED_SWA_RATIO
+from nvfp4_sgl.synthetic.random_weights import RandomWeights
+from nvfp4_sgl.targets.requirements import check_target
+
+CARDS = {"H200, 141 GB": 139 << 30, "H100, 80 GB": 78 << 30}
+"""Bytes that are free on each of some cards before a server starts."""
+HOST_BYTES_OF_A_RANK = 6 << 30
+"""Estimated: host memory of a rank's process, with torch, CUDA and what compiles kernels. Weights are drawn on GPUs."""
+DISK_BYTES = 4 << 30
+"""Estimated: logs, traces of all ranks, and compiled kernels. Dummy weights have no files."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine of a run.
+
+    Attributes:
+        name: of its cards. target: by name. gpus: how many.
+        free: bytes on the GPU with the least. host, disk: bytes that are free.
+    """
+
+    name: str
+    target: str
+    gpus: int
+    free: int
+    host: int
+    disk: int
+
+    @classmethod
+    def here(cls, output: Path, ranks: int) -> Machine:
+        """This machine; of its GPUs the first ``ranks``."""
+        import torch
+
+        from nvfp4_sgl.targets.choose import detect_target
+
+        gpus = torch.cuda.device_count()
+        free = min((torch.cuda.mem_get_info(gpu)[0] for gpu in range(min(gpus, ranks))), default=0)
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        host = int(lines["MemAvailable"].split()[0]) * 1024
+        folder = next(path for path in [output, *output.resolve().parents] if path.exists())
+        return cls(torch.cuda.get_device_name(), detect_target(), gpus, free, host, shutil.disk_usage(folder).free)
+
+
+def assumed(arguments: argparse.Namespace, name: str) -> Machine:
+    """A machine of as many of :data:`CARDS` as the run needs, which lacks nothing else."""
+    enough = 1 << 60
+    return Machine(name, "sm_90a", arguments.tp, CARDS[name], enough, enough)
+
+
+def problems(arguments: argparse.Namespace, machine: Machine) -> Iterator[str]:
+    """Reasons why ``machine`` cannot end this run, with the flag to change; none if it can be tried."""
+    ranks = arguments.tp
+    if machine.gpus < ranks:
+        yield f"--tp {ranks}: expected {ranks} GPUs, found {machine.gpus}; use a machine with more, or a smaller --tp"
+    if machine.host < (needed := ranks * HOST_BYTES_OF_A_RANK):
+        yield (
+            f"host memory: expected {gb(needed).strip()} for {ranks} ranks, found {gb(machine.host).strip()} available;"
+            " end other processes, or use a smaller --tp"
+        )
+    if machine.disk < DISK_BYTES:
+        yield (
+            f"--output {arguments.output}: expected {gb(DISK_BYTES).strip()} free for logs, traces and kernels, found"
+            f" {gb(machine.disk).strip()}; name a folder on another disk"
+        )
+    try:
+        for start in starts(arguments):
+            yield from _memory_problems(arguments, start, machine)
+    except Nvfp4SglError as error:
+        yield str(error)
+
+
+def _memory_problems(arguments: argparse.Namespace, start: Start, machine: Machine) -> Iterator[str]:
+    where = f"{start.engine} for {start.most} requests on {machine.name}"
+    if start.engine == "stock":
+        least = _least_stored_bytes(arguments.model, arguments.layers) // arguments.tp + GPU_RUNTIME_BYTES
+        if least > machine.free:
+            yield f"{where}: stored weights and CUDA need {gb(least).strip()}, found {gb(machine.free).strip()} free"
+        return
+    found = forecast_of(arguments, start, machine.target, machine.free)
+    if shortage := found.shortage():
+        yield f"{where}: {shortage}"
+        return
+    needed = max(start.concurrency, default=0) * (arguments.prompt + arguments.tokens)
+    if found.tokens is not None and found.tokens < needed:
+        yield (
+            f"{where}: {max(start.concurrency)} requests of {arguments.prompt} and {arguments.tokens} tokens need"
+            f" {needed:,d} of a pool, found room for {found.tokens:,d}; use fewer requests at once, or a larger"
+            " --mem-fraction-static by --flags"
+        )
+
+
+def forecast_of(arguments: argparse.Namespace, start: Start, target: str, free: int) -> Forecast:
+    """Forecast of a rank of ours, by the flags that its server will have.
+
+    Raises:
+        ConfigError: the model cannot be split over so many ranks, or no kernel of ``target`` takes a rank's sizes.
+    """
+    given = _given(server_flags(arguments, start)[0])
+    most = given.get("--max-total-tokens")
+    setting = Setting(
+        arguments.tp,
+        int(given["--max-running-requests"]),
+        int(given["--context-length"]),
+        int(given.get("--chunked-prefill-size", CHUNK)),
+        dtype_bytes=2,
+        row_bytes=None,
+        swa_ratio=PACKED_SWA_RATIO,
+        fraction=float(given["--mem-fraction-static"]),
+        most_tokens=None if most is None else int(most),
+        window_by_ratio=False,
+    )
+    if start.drafts:
+        setting = replace(setting, draft=DraftKind.MTP, round_tokens=arguments.steps + 1)
+    return _forecast(arguments.model, arguments.layers, target, setting).with_free(free)
+
+
+@functools.cache
+def _forecast(model: str, layers: int | None, target: str, setting: Setting) -> Forecast:
+    """Of any device. Listing the tensors of Pro takes seconds, so that this is done once for each setting."""
+    raw, config = _config(model, "ours", layers)
+    setting.owner.check(config)
+    inventory = _AllNvfp4(Path(MODELS[model].name), {})
+    check_target(target, config, setting.ranks, inventory.storage, longest=setting.context)
+    return forecast(
+        RandomWeights(raw, config, inventory, CheckpointSummary(inventory.directory)), target, setting, None
+    )
+
+
+class _AllNvfp4(Inventory):
+    """The tensors of full NVFP4, without a list of them."""
+
+    def storage(self, name: str) -> Storage:
+        return Storage.NVFP4
+
+
+def _given(flags: list[str]) -> dict[str, str]:
+    """Values of a server's flags; of one that comes twice the last."""
+    found = {}
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        name, has_value, value = flag.partition("=")
+        if name.startswith("--"):
+            found[name] = value if has_value else following
+    return found
+
+
+def _config(model: str, engine: str, layers: int | None) -> tuple[dict[str, Any], ModelConfig]:
+    """config.json of a run's server, as written and as understood."""
+    raw = config_of(MODELS[model], ENGINES[engine], layers)
+    return raw, ModelConfig.from_dict(raw)
+
+
+@functools.cache
+def _least_stored_bytes(model: str, layers: int | None) -> int:
+    """Bytes of the matrices of the release that stock serves, experts in MXFP4 and none smaller than FP8 else."""
+    specs = tensor_specs(_config(model, "stock", layers)[1]).values()
+    experts = sum(prod(spec.shape) for spec in specs if spec.role is Role.EXPERT_LINEAR)
+    others = sum(prod(spec.shape) for spec in specs if spec.role is Role.LINEAR)
+    return experts * 17 // 32 + others
+
+
+def plan_lines(arguments: argparse.Namespace) -> Iterator[str]:
+    """The whole plan: starts with flags, environment and measurements, then the forecast for each of :data:`CARDS`."""
+    model = model_of(arguments)
+    layers = model.layers if arguments.layers is None else arguments.layers
+    yield f"{model.name}, {layers} layers, random weights, {arguments.tp} GPUs; results in {arguments.output}"
+    seen: dict[str, list[str]] = {engine: [] for engine in ENGINES}
+    for number, start in enumerate(starts(arguments), 1):
+        flags, values = server_flags(arguments, start)
+        names = start.left(seen[start.engine])
+        seen[start.engine] += names
+        yield f"\nstart {number}: {start.engine}, laid out for {start.most} requests"
+        yield f"  environment  {' '.join(f'{name}={value}' for name, value in sorted(values.items()))}"
+        yield f"  server       python -m sglang.launch_server --model-path {start.engine}/model {' '.join(flags)}"
+        yield f"  measures     {', '.join(names)}"
+    for name in CARDS:
+        machine = assumed(arguments, name)
+        yield f"\nforecast of a rank of ours, {arguments.tp} x {name}, {gb(machine.free).strip()} free"
+        found = list(problems(arguments, machine))
+        yield from (f"  does not fit: {problem}" for problem in found)
+        if not found:
+            last = [start for start in starts(arguments) if start.engine == "ours"][-1:]
+            yield from (
+                f"  {line}" for start in last for line in forecast_of(arguments, start, "sm_90a", machine.free).lines()
+            )

@@ -1,0 +1,132 @@
+"""The plan of a run of ``launch/bench_full``: the starts of servers in their order, with their flags and measurements.
+
+What matters most comes first, so that a run that is cut off keeps it: each server at few requests, then each at the
+others. Made without a GPU; ``--dry-run`` prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.released import MODELS, Released
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat
+
+STOCK = Path(__file__).parent / "peers" / "stock_sglang"
+FLAGS = "--load-format dummy --sampling-backend pytorch --context-length 16384"
+LEAST_REQUESTS = 64
+"""Requests that a server is laid out for, at least."""
+ENGINES = {"ours": TinyFormat.NVFP4_FULL, "stock": TinyFormat.DEEPSEEK}
+STOCK_FLAGS = ["--moe-runner-backend", "marlin", "--trust-remote-code"]
+STOCK_ENVIRONMENT = {"NVFP4_SGL_DISABLE": "1", "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
+LONG_PROMPT = 8192
+ADMIN_KEY = "bench-full"
+"""Key of the servers that are measured: SGLang's profiler is an administrative endpoint."""
+OF_A_START = ("ready after", "start", "plugin", "host memory", "GPU memory")
+"""What is known of a server once it is ready; ``start`` and ``plugin`` are this project's alone."""
+FAILED = "failed"
+"""Under which the report keeps the error that ended a start; no measurement."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a server, and what is measured there.
+
+    Attributes:
+        engine: of :data:`ENGINES`. concurrency, trace: requests at once, of measurements and of traced steps.
+        long: whether a long prompt is timed. drafts: whether rounds are.
+    """
+
+    engine: str
+    concurrency: tuple[int, ...]
+    trace: tuple[int, ...] = ()
+    long: bool = False
+    drafts: bool = False
+
+    @property
+    def most(self) -> int:
+        """Requests that the server is laid out for."""
+        return max([LEAST_REQUESTS, *self.concurrency, *self.trace])
+
+    def at(self, count: int) -> tuple[str, ...]:
+        """Names of what the client finds with so many requests at once."""
+        return (f"at {count}", *([f"round at {count}"] if self.drafts else []), f"steady at {count}")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all measurements, in their order."""
+        found = [name for name in OF_A_START if self.engine == "ours" or name != "start"]
+        for count in dict.fromkeys([*self.concurrency, *self.trace]):
+            found += self.at(count) if count in self.concurrency else ()
+            found += [f"trace at {count}"] if count in self.trace else []
+        return found + ([f"prompt of {LONG_PROMPT}"] if self.long else [])
+
+    def left(self, found: Collection[str]) -> list[str]:
+        """Names that are not among ``found``."""
+        return [name for name in self.names if name not in found]
+
+
+def starts(arguments: argparse.Namespace) -> list[Start]:
+    """All starts: of each server at ``--concurrency``, then of each at ``--later``; the rest is behind the last."""
+    rounds = [tuple(arguments.concurrency), *([tuple(arguments.later)] if arguments.later else [])]
+    rest = {"trace": tuple(arguments.trace), "long": arguments.long}
+    return [
+        Start(engine, counts, drafts=bool(arguments.drafts), **(rest if place == len(rounds) - 1 else {}))
+        for place, counts in enumerate(rounds)
+        for engine in arguments.servers
+    ]
+
+
+def pending(arguments: argparse.Namespace, found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Start, list[str]]]:
+    """The starts that are needed yet, each with the names that it has to find; by what has been found when asked."""
+    for start in starts(arguments):
+        if left := start.left(found.get(start.engine, {})):
+            yield start, left
+
+
+def server_flags(arguments: argparse.Namespace, start: Start) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment of a server, of which for a flag that comes twice the last one counts."""
+    flags = common_flags([start.most], radix_cache=arguments.radix_cache, fraction=model_of(arguments).fraction)
+    flags += ["--tp", str(arguments.tp), "--admin-api-key", ADMIN_KEY, *arguments.flags.split()]
+    values = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1", "HF_HUB_OFFLINE": "1"}
+    if start.engine == "stock":
+        flags += [*STOCK_FLAGS, "--sampling-backend", arguments.stock_sampler]
+        paths = [str(STOCK), *filter(None, [os.environ.get("PYTHONPATH")])]
+        values |= STOCK_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
+    more, variables = drafting(arguments)
+    return flags + more, values | variables
+
+
+def common_flags(at_once: Iterable[int], *, radix_cache: bool, fraction: float = MODELS["flash"].fraction) -> list[str]:
+    """Flags of all servers, laid out for as many requests as will be ``at_once``; ``fraction`` of a GPU is theirs."""
+    most = str(max([LEAST_REQUESTS, *at_once]))
+    flags = [*FLAGS.split(), "--mem-fraction-static", str(fraction)]
+    flags += ["--cuda-graph-max-bs-decode", most, "--max-running-requests", most]
+    return flags if radix_cache else [*flags, "--disable-radix-cache"]
+
+
+def drafting(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment of a server that drafts, of either engine; none of one that does not.
+
+    Guesses of random weights mean nothing, so that SGLang's switch says how many are accepted. With one row of a round
+    accepted, which is the default, the time per output token is that of a round.
+    """
+    if not arguments.drafts:
+        return [], {}
+    steps = arguments.steps
+    flags = ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps)]
+    flags += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)]
+    accepted = {
+        "SGLANG_SIMULATE_ACC_LEN": str(arguments.accepted),
+        "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
+    }
+    return flags, accepted
+
+
+def model_of(arguments: argparse.Namespace) -> Released:
+    """The model of a run."""
+    return MODELS[arguments.model]

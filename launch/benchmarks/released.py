@@ -1,0 +1,58 @@
+"""config.json and tokenizer of a released model, whole or with fewer layers; weights are made by the server that is
+measured (``--load-format dummy``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nvfp4_sgl.synthetic.tiny_config import BASE, TinyFormat, tiny_config
+from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
+from tests.support.released import FLASH, PRO, config_json
+
+
+@dataclass(frozen=True)
+class Released:
+    """A released model, and what a server of its whole size is given.
+
+    Attributes:
+        name: of the release. config: its fields.
+        fraction: ``--mem-fraction-static``, by which 256 requests of the usual lengths fit the least number of H200s
+            that holds the weights.
+        start_seconds: limit of a server's start.
+    """
+
+    name: str
+    config: dict[str, Any]
+    fraction: float
+    start_seconds: int
+
+    @property
+    def layers(self) -> int:
+        """All of the decoder's."""
+        return int(self.config["num_hidden_layers"])
+
+
+MODELS = {
+    "flash": Released("DeepSeek-V4-Flash", FLASH, fraction=0.8, start_seconds=600),
+    "pro": Released("DeepSeek-V4-Pro", PRO, fraction=0.85, start_seconds=1800),
+}
+
+
+def config_of(model: Released, format: TinyFormat, layers: int | None = None) -> dict[str, Any]:
+    """config.json in a storage, with the first ``layers``; all unless given."""
+    count = model.layers if layers is None else layers
+    ratios = [*model.config["compress_ratios"][:count], 0]
+    fields = config_json(model.config, num_hidden_layers=count, compress_ratios=ratios)
+    return tiny_config(format, {name: fields[name] for name in fields if name in BASE or name == "compress_ratios"})
+
+
+def write_released(folder: Path, model: Released, format: TinyFormat, layers: int | None = None) -> Path:
+    """Write config.json, generation_config.json and a tokenizer of the model's vocabulary to ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_of(model, format, layers), indent=1))
+    (folder / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": 1}')
+    write_tokenizer(folder, model.config["vocab_size"], model.config["max_position_embeddings"])
+    return folder

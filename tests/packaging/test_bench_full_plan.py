@@ -1,0 +1,284 @@
+"""Runs of launch/bench_full: their order, what a cut-off one keeps, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.packaging.checkout import ROOT
+
+sys.path.append(str(ROOT / "launch"))  # its packages are imported by bare name
+from benchmarks import figures, full_size, full_size_checks, process_memory, server_memory
+from benchmarks.full_size_checks import CARDS, Machine, assumed, problems
+from benchmarks.full_size_plan import OF_A_START, server_flags, starts
+
+H200, H100 = CARDS
+SERVED = {"mean_tpot_ms": 5.0, "median_tpot_ms": 5.0, "median_ttft_ms": 99.0, "output_throughput": 200.0}
+ENOUGH = Machine("NVIDIA H200", "sm_90a", 8, CARDS[H200], 1 << 60, 1 << 60)
+
+
+def options(*words: str) -> Namespace:
+    """What the command line says, and its output folder's default."""
+    kept: list[Namespace] = []
+
+    def keep(arguments: Namespace) -> list[str]:
+        kept.append(arguments)
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["bench_full", "--dry-run", *words])
+        patch.setattr(full_size, "plan_lines", keep)
+        assert full_size.main() == 0
+    return kept[0]
+
+
+@pytest.mark.parametrize("model", ["flash", "pro"])
+def test_what_matters_most_comes_first(model: str) -> None:
+    found = starts(options("--model", model, "--long", "--trace", "1", "64"))
+    assert [(start.engine, start.concurrency, start.most) for start in found] == [
+        ("ours", (1, 64), 64), ("stock", (1, 64), 64), ("ours", (16, 256), 256), ("stock", (16, 256), 256),
+    ]  # fmt: skip
+    assert found[0].names == [*OF_A_START, "at 1", "steady at 1", "at 64", "steady at 64"]
+    later = ["at 16", "steady at 16", "at 256", "steady at 256", "trace at 1", "trace at 64", "prompt of 8192"]
+    assert found[2].left(found[0].names) == later
+    assert "start" not in found[1].names
+    drafted = starts(options("ours", "--later", "--drafts", "mtp"))
+    assert len(drafted) == 1 and "round at 64" in drafted[0].names
+
+
+def test_a_server_has_the_model_s_share_of_its_gpus() -> None:
+    for model, fraction in (("flash", "0.8"), ("pro", "0.85")):
+        arguments = options("--model", model, "--tp", "8", "--flags=--mem-fraction-static 0.7")
+        flags, _ = server_flags(arguments, starts(arguments)[0])
+        assert flags[flags.index("--mem-fraction-static") + 1] == fraction
+        assert flags[-1] == "0.7" and flags[flags.index("--tp") + 1] == "8"
+
+
+# --- what is kept -------------------------------------------------------------------------------------------------
+
+
+class CutOffError(BaseException):
+    """The end of a process that nothing in it catches."""
+
+
+class Servers:
+    """In place of servers: each finds what is left, up to the measurement that a test has ``end``, which raises."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, list[str]]] = []
+        self.end: dict[str, BaseException] = {}
+
+    def measure(self, start: Any, arguments: Namespace, left: Collection[str]) -> Iterator[tuple[str, Any]]:
+        self.started.append((start.engine, [*left]))
+        for name in left:
+            if error := self.end.get(f"{start.engine}, {name}"):
+                raise error
+            values = {"ready after": 90.0, "start": {"ready after weights": 20.0, "stages": {"weights": 50.0}}}
+            sizes = {"RSS of ranks": 9.5, "PSS of ranks": None}
+            values |= {"host memory": sizes, "GPU memory": {"weights": 112.9, "weights, forecast": 112.83}}
+            yield name, values.get(name, SERVED if name.startswith(("at ", "prompt of ")) else 4.5)
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
+    import torch
+
+    found = Servers()
+    monkeypatch.setattr(full_size, "measure", found.measure)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(full_size.Machine, "here", lambda *_: ENOUGH)
+    monkeypatch.setattr(full_size, "problems", lambda *_: [])
+    return found
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """``launch/bench_full --model pro --tp 8`` with further words; its record is ``record.json``."""
+
+    def called(*words: str) -> int:
+        given = ["--model", "pro", "--tp", "8", "--output", str(tmp_path / "out"), "--record"]
+        monkeypatch.setattr(sys, "argv", ["bench_full", *given, str(tmp_path / "record.json"), *words])
+        return full_size.main()
+
+    return called
+
+
+def test_a_run_that_is_cut_off_goes_on(servers: Servers, call: Callable[..., int], tmp_path: Path) -> None:
+    servers.end["stock, at 64"] = CutOffError()
+    with pytest.raises(CutOffError):
+        call()
+    first = figures.read(tmp_path / "record.json")
+    kept = {(one.metric, one.requests): (float(one.value), one.peer_value) for one in first}
+    assert kept["time per output token, mean", 1] == (5.0, 5.0) and kept["time per output token, mean", 64] == (5, None)
+    assert kept["host memory of all ranks while loading, RSS", None] == (9.5, pytest.approx(9.5))
+    assert kept["GPU memory of a rank's weights, forecast", None][0] == 112.83
+    assert kept["weights loaded in", None][0] == 50 and "DeepSeek-V4-Pro" in str(first[0].model)
+    assert {one.case for one in first} == {"pro_tp8"}
+
+    servers.end.clear()
+    servers.started.clear()
+    assert call("--long") == 0
+    assert servers.started == [
+        ("stock", ["at 64", "steady at 64"]),
+        ("ours", ["at 16", "steady at 16", "at 256", "steady at 256", "prompt of 8192"]),
+        ("stock", ["at 16", "steady at 16", "at 256", "steady at 256", "prompt of 8192"]),
+    ]
+    whole = figures.read(tmp_path / "record.json")
+    assert {one.date for one in whole} == {one.date for one in first}
+    assert all(one.peer_value is not None for one in whole if one.requests)
+    assert {one.requests for one in whole if one.requests} == {1, 16, 64, 256}
+    servers.started.clear()
+    assert call("--long") == 0 and not servers.started
+
+
+def test_a_server_that_fails_ends_no_other(servers: Servers, call: Callable[..., int], tmp_path: Path) -> None:
+    servers.end["stock, ready after"] = full_size.ServerError("out of memory")
+    assert call() == 1
+    assert [engine for engine, _ in servers.started] == ["ours", "stock", "ours", "stock"]
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert found["stock"] == {"failed": "out of memory"} and "at 256" in found["ours"]
+    servers.end.clear()
+    servers.started.clear()
+    assert call() == 0
+    assert [engine for engine, _ in servers.started] == ["stock", "stock"]
+    assert "failed" not in json.loads((tmp_path / "out" / "report.json").read_text())["stock"]
+
+
+def test_results_of_other_conditions_are_not_mixed(servers: Servers, call: Callable[..., int], capsys: Any) -> None:
+    call()
+    for words, differs in (
+        (("--prompt", "512"), "prompt: expected 512, found 1024"),
+        (("--flags=--x",), "flags: expected '--x', found ''"),
+    ):
+        with pytest.raises(SystemExit):
+            call(*words)
+        assert f"holds results of another run: {differs}; name another --output, or pass --fresh" in (
+            capsys.readouterr().err
+        )
+    with pytest.raises(SystemExit):
+        call("--fresh")
+    assert "expected a new .json file, found one of another run" in capsys.readouterr().err
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def flash() -> Namespace:
+    return options("--tp", "2", "--layers", "4")
+
+
+LACKS: dict[str, tuple[dict[str, Any], str]] = {
+    "GPUs": ({"gpus": 1}, "--tp 2: expected 2 GPUs, found 1"),
+    "host memory": ({"host": 8 << 30}, "host memory: expected 12.88 GB for 2 ranks, found 8.59 GB"),
+    "disk": ({"disk": 1 << 30}, "expected 4.29 GB free for logs, traces and kernels, found 1.07 GB"),
+    "GPU memory": ({"free": 4 << 30}, "ours for 64 requests on NVIDIA H200: too little memory on a rank"),
+}
+
+
+@pytest.mark.parametrize("lacks", LACKS)
+def test_a_machine_that_lacks_something_is_refused(lacks: str, flash: Namespace) -> None:
+    changes, message = LACKS[lacks]
+    assert not list(problems(flash, ENOUGH))
+    found = list(problems(flash, replace(ENOUGH, **changes)))
+    assert found and any(message in problem for problem in found), found
+
+
+def test_a_pool_too_small_for_all_requests_is_refused() -> None:
+    """A step would have fewer of them than its figure says."""
+    small = options("--tp", "2", "--layers", "4", "--flags=--max-total-tokens 200000")
+    (found,) = problems(small, ENOUGH)
+    assert "256 requests of 1024 and 256 tokens need 327,680 of a pool, found room for 200,000" in found
+
+
+def test_nothing_starts_on_a_machine_that_lacks_something(
+    servers: Servers, call: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(full_size, "problems", problems)
+    monkeypatch.setattr(full_size_checks, "_memory_problems", lambda *_: [])
+    monkeypatch.setattr(full_size.Machine, "here", lambda *_: replace(ENOUGH, gpus=4))
+    with pytest.raises(SystemExit):
+        call()
+    assert "nothing was started:\n  --tp 8: expected 8 GPUs, found 4" in capsys.readouterr().err
+    assert not servers.started and not [*tmp_path.iterdir()]
+
+
+def test_a_split_that_no_model_takes_is_refused(flash: Namespace) -> None:
+    (found,) = problems(Namespace(**vars(flash) | {"tp": 3}), ENOUGH)
+    assert found.startswith("--tp-size 3: o_groups is 8, expected a multiple of 3")
+
+
+def test_a_dry_run_of_pro() -> None:
+    """In whole: it fits eight H200s, and eight H100s by far not."""
+    arguments = options("--model", "pro", "--tp", "8", "--long")
+    assert not list(problems(arguments, assumed(arguments, H200)))
+    lines = list(full_size_checks.plan_lines(arguments))
+    assert sum(line.startswith("\nstart ") for line in lines) == 4
+    assert any("--mem-fraction-static 0.85" in line and "--tp 8" in line for line in lines)
+    short = next(line for line in lines if "does not fit: ours for 64 requests on H100, 80 GB" in line)
+    assert "need 114.03 GB" in short and "is 71.19 GB (42.84 GB too little)" in short
+    assert not any("does not fit" in line and "H200" in line for line in lines)
+
+
+def test_a_dry_run_needs_no_gpu(tmp_path: Path) -> None:
+    words = ["--dry-run", "--layers", "2", "--tp", "2", "--output", str(tmp_path / "out")]
+    command = [str(ROOT / "launch" / "bench_full"), *words]
+    environment = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "start 4: stock" in done.stdout, done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+# --- memory of a server -------------------------------------------------------------------------------------------
+
+
+def test_memory_of_processes_that_share_pages() -> None:
+    """Two processes of a session hold a file's pages together: RSS counts them twice, PSS once."""
+    code = """
+import os, sys, time, mmap
+size = 64 << 20
+held = mmap.mmap(-1, size)
+held.write(b"x" * size)
+child = os.fork()
+sum(held[::4096])
+if child:
+    print("ready", flush=True)
+time.sleep(60)
+"""
+    titled = [sys.executable, "-c", code, process_memory.RANK]
+    with subprocess.Popen(titled, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        with process_memory.HostMemory() as host:
+            host.watch(process.pid)
+            found = host.found()
+        for pid in process_memory.session(process.pid):
+            subprocess.run(["kill", "-9", str(pid)], check=True)
+    assert found["ranks"] == 2 and found["RSS of ranks"] == found["RSS of all"]
+    assert found["RSS of ranks"] is not None and 0.134 < found["RSS of ranks"] < 0.3
+    if found["PSS of ranks"] is not None:
+        assert 0.06 < found["PSS of ranks"] < found["RSS of ranks"] - 0.06
+
+
+def test_gpu_memory_beside_the_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_memory, "each", lambda: [120_000, 121_000])
+    log = tmp_path / "log"
+    log.write_text(
+        "TP0] Load weight end. elapsed=9 s, mem usage=105.00 GB.\nTP1] Load weight end. mem usage=105.10 GB."
+    )
+    memory = {"weights": {"experts": 109e9, "others": 3e9}, "server": {"a": 1e9}, "token": {"row": 10_000.0},
+              "estimated": {"graphs": 5e9}, "tokens": 900_000}  # fmt: skip
+    info = {"max_total_num_tokens": 800_000, "internal_states": [{"nvfp4_sgl": {"memory": memory}}]}
+    found = server_memory.gpu_memory(info, log)
+    assert found == {
+        "weights": 112.85, "weights, forecast": 112.0, "in use": 126.88, "in use, forecast": 126.0,
+        "tokens": 800_000, "tokens, forecast": 900_000,
+    }  # fmt: skip
+    assert "weights, forecast" not in server_memory.gpu_memory({"internal_states": [{}]}, log)
