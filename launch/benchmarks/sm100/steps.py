@@ -120,7 +120,7 @@ def persistent_gain(cases: Iterable[Case]) -> float:
 
 @dataclass(frozen=True)
 class AheadCredit:
-    """What a pass would save if all that its experts' GEMMs do before their wait took no time.
+    """The time that a pass would save if all that its experts' GEMMs do before their wait took none.
 
     Nothing calibrates it, so that ``cost``, and every sum here, goes without it. It is a bound: a kernel finds room
     beside the one in front on those SMs alone that this one has left.
