@@ -31,6 +31,11 @@ class DraftKind(enum.StrEnum):
         return next(name for name, kind in DRAFTS.items() if kind is self)
 
     @property
+    def words(self) -> str:
+        """Such a draft in a sentence, with its article."""
+        return f"{'an' if self is DraftKind.MTP else 'a'} {self.value} draft"
+
+    @property
     def mark(self) -> str:
         """The matrix that tells the kind."""
         return f"{MTP_PREFIX}0.{'e_proj' if self is DraftKind.MTP else 'main_proj'}"

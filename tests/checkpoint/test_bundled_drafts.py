@@ -112,7 +112,7 @@ def test_a_draft_that_a_planned_server_has_not(written: Any, monkeypatch: pytest
     monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: "cpu")
     path = written(TinyFormat.NVFP4_FULL, TinyDraft.MTP)
     (problem,) = doctor.examine(path, ServerFlags(algorithm="DSPARK")).problems
-    assert problem.startswith("draft: --speculative-algorithm DSPARK: expected") and "found a MTP draft" in problem
+    assert problem.startswith("draft: --speculative-algorithm DSPARK: expected") and "found an MTP draft" in problem
     (problem,) = doctor.examine(path, ServerFlags(steps=2)).problems
     assert problem == "draft: --speculative-num-steps 2: expected --speculative-algorithm, too; add it"
 

@@ -156,20 +156,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verified]
 
 
 MISFITS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
-    "EAGLE without a draft": ("none", "cpu", EAGLE, "EAGLE", "with a MTP draft, found none; leave the flag out"),
+    "EAGLE without a draft": ("none", "cpu", EAGLE, "EAGLE", "with an MTP draft, found none; leave the flag out"),
     "EAGLE on DSpark": (
         "dspark",
         "cpu",
         EAGLE,
         "EAGLE",
-        "with a MTP draft, found a DSpark draft ('mtp.0.main_proj'); use DSPARK",
+        "with an MTP draft, found a DSpark draft ('mtp.0.main_proj'); use DSPARK",
     ),
     "DSPARK on MTP": (
         "mtp",
         "cpu",
         DSPARK,
         "DSPARK",
-        "with a DSpark draft, found a MTP draft ('mtp.0.e_proj'); use EAGLE or NEXTN",
+        "with a DSpark draft, found an MTP draft ('mtp.0.e_proj'); use EAGLE or NEXTN",
     ),
     "DSPARK on Hopper": ("dspark", "sm_90a", DSPARK, "DSPARK", "not implemented on target sm_90a, only on cpu"),
     "DSPARK on two ranks": ("dspark", "cpu", DSPARK | {"tp_size": 2}, "DSPARK", "with --tp-size 2: not implemented"),
@@ -243,7 +243,7 @@ def test_random_weights(checkpoints: dict[str, Verified]) -> None:
         if draft == "mtp":
             checks.check_draft(given, dummy, "cpu", {})
         else:
-            with pytest.raises(ConfigError, match=f"with a MTP draft, found {found[draft]}"):
+            with pytest.raises(ConfigError, match=f"with an MTP draft, found {found[draft]}"):
                 checks.check_draft(given, dummy, "cpu", {})
 
 

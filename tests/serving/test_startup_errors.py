@@ -127,7 +127,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "chat template": (("--chat-template", "chatml"), ("--chat-template chatml", "leave the flag out")),
     "drafts of another kind": (
         ("--speculative-algorithm", "DSPARK"),
-        ("--speculative-algorithm DSPARK", "found a MTP draft", "use EAGLE or NEXTN"),
+        ("--speculative-algorithm DSPARK", "found an MTP draft", "use EAGLE or NEXTN"),
     ),
     "too many guesses": (
         ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "10"),

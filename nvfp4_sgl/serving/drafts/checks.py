@@ -106,10 +106,10 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str, overr
     found = claimed_kind(verified.raw) if verified.is_dummy else draft_kind(verified.inventory)
     directory = verified.inventory.directory
     if found is not wanted:
-        words = "none" if found is None else f"a {found.value} draft ('{found.mark}')"
+        words = "none" if found is None else f"{found.words} ('{found.mark}')"
         others = [one for one in DRAFTS if DRAFTS[one] is found]
         remedy = f"use {' or '.join(others)}" if others else "leave the flag out"
-        raise ConfigError(f"{flag}: expected {directory} with a {wanted.value} draft, found {words}; {remedy}")
+        raise ConfigError(f"{flag}: expected {directory} with {wanted.words}, found {words}; {remedy}")
     drafting = [each.word for each in targets() if each.drafts]
     if target not in drafting:
         where = " and ".join(dict.fromkeys(drafting))
