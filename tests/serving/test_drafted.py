@@ -12,7 +12,7 @@ import re
 import sys
 import urllib.error
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.packaging.checkout import ROOT
 from tests.serving.conftest import FAULTS
-from tests.support.given_up import Plan, check_nothing_is_left, wait_until_idle
+from tests.support.given_up import POOLS, Plan, check_nothing_is_left, pools, wait_until_idle
 from tests.support.golden import TOLERANCE, Golden
 from tests.support.metrics import scrape, value
 from tests.support.prompts import draw_ids
@@ -63,7 +63,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(serve: Callable[..., Server], checkpoint: Path, planted: Path) -> Server:
     environment = {
         "PYTHONPATH": str(FAULTS),
-        "PLANTED_FAULT": "guesses, nan",
+        "PLANTED_FAULT": "guesses, nan, full pool",
         "PLANTED_GUESSES": str(planted / "guesses"),
         "PLANTED_NAN": str(planted / "token"),
     }
@@ -356,6 +356,54 @@ def test_an_abort_in_the_middle_of_a_round(server: Server, planted: Path, guess:
         for file in (held, planted / "HOLD"):
             file.unlink(missing_ok=True)
     wait_until_idle(server)
+    check_nothing_is_left(server)
+
+
+def test_requests_that_are_retracted(
+    server: Server, decoder: Standalone, planted: Path, guess: Guess, answer: list[int]
+) -> None:
+    """By a pause, and by a decode that finds the pool full: in the middle of answers that guesses have made longer.
+
+    They start again behind what they have said. One has penalties, which count that, and one a grammar.
+    """
+    guess([[*PROMPT, *answer]], range(0, 256, 5))
+    place = next(n for n in range(12, TOKENS) if answer[n] not in (*PROMPT, *answer[:n]))
+    never: dict[str, Any] = {"logit_bias": {str(answer[place]): -100}}
+    others = [
+        ([token for token in draw_ids(300, 3, 512) if token != answer[place]], never | {"frequency_penalty": 1.5}),
+        ([token for token in draw_ids(40, 4, 512) if token != answer[place]], never | {"regex": "([a-f]{3}-){40}"}),
+    ]
+    hold, held, full = (planted / name for name in ("HOLD", "HELD", "FULL"))
+    with ThreadPoolExecutor(3) as threads:
+
+        def ask() -> tuple[Future[dict[str, Any]], list[Future[dict[str, Any]]]]:
+            return (
+                threads.submit(server.generate, PROMPT, TOKENS),
+                [threads.submit(server.generate, ids, 20, **sampling) for ids, sampling in others],
+            )
+
+        before = [one.result()["output_ids"] for one in ask()[1]]
+        for way in ("pause", "full pool"):
+            hold.write_text(str(answer[place]))
+            try:
+                first, beside = ask()
+                until(held.exists)
+                if way == "pause":
+                    server.command("/pause_generation", {"mode": "retract"})
+                else:
+                    full.touch()
+                held.unlink()
+                if way == "pause":
+                    until(lambda: all(pools(server)[name]["used"] == 0 for name in POOLS))
+                    server.command("/continue_generation", {})
+                found = [one.result() for one in (first, *beside)]
+            finally:
+                for file in (hold, held, full):
+                    file.unlink(missing_ok=True)
+            assert check(decoder, PROMPT, found[0]) == answer
+            assert [one["output_ids"] for one in found[1:]] == before
+            retracted = [one["meta_info"]["num_retractions"] for one in found]
+            assert retracted == [1, 1, 1] if way == "pause" else sum(retracted) == 1
     check_nothing_is_left(server)
 
 

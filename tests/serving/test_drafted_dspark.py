@@ -40,6 +40,7 @@ test_several_answers = test_drafted.test_several_answers
 test_sampling = test_drafted.test_sampling
 test_penalties = test_drafted.test_penalties
 test_logits_that_are_not_finite = test_drafted.test_logits_that_are_not_finite
+test_requests_that_are_retracted = test_drafted.test_requests_that_are_retracted
 test_requests_that_are_given_up = test_drafted.test_requests_that_are_given_up
 
 
@@ -51,14 +52,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., Server], checkpoint: Path, planted: Path) -> Server:
-    environment = {
+def environment(planted: Path) -> dict[str, str]:
+    return {
         "PYTHONPATH": str(FAULTS),
-        "PLANTED_FAULT": "guesses, nan, rounds",
+        "PLANTED_FAULT": "guesses, nan, full pool, rounds",
         "PLANTED_GUESSES": str(planted / "guesses"),
         "PLANTED_NAN": str(planted / "token"),
         "PLANTED_ROUNDS": str(planted / "rounds"),
     }
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], checkpoint: Path, environment: dict[str, str]) -> Server:
     return serve(checkpoint, "--speculative-algorithm", "DSPARK", "--enable-metrics", environment=environment)
 
 
@@ -89,14 +94,40 @@ def test_guesses_of_the_draft_alone(
 ) -> None:
     """Behind a prompt and rounds that accept some guesses, and behind a page that another request has left."""
     prompt = PROMPT if kind == "answered" else draw_ids(300, 12, 512)
-    first: list[int] = server.generate(prompt, TOKENS)["output_ids"]
-    sequence, lines = [*prompt, *first], planted / "rounds"
+    require_guesses_of_the_draft(server, decoder, checkpoint, planted / "rounds", prompt, TOKENS, BLOCK)
+
+
+def require_guesses_of_the_draft(
+    server: Server, decoder: Standalone, checkpoint: Path, lines: Path, prompt: list[int], count: int, block: int
+) -> None:
+    """Every block's guesses are the likeliest tokens of the draft, of which ``lines`` of rounds are written."""
+    first: list[int] = server.generate(prompt, count)["output_ids"]
+    sequence = [*prompt, *first]
     drafted = DraftAlone(checkpoint, decoder, sequence)
     lines.unlink()
-    again = server.generate(prompt, TOKENS)
+    again = server.generate(prompt, count)
     assert again["output_ids"] == first and again["meta_info"]["cached_tokens"] == len(prompt) // 256 * 256
     rounds = [json.loads(line)[0] for line in lines.read_text().splitlines()]
     assert len(rounds) == again["meta_info"]["spec_verify_ct"]
     for length, (anchor, *guesses) in rounds:
-        assert anchor == sequence[length] and len(guesses) == BLOCK
+        assert anchor == sequence[length] and len(guesses) == block
         assert drafted.disagreement(length, guesses) < MARGIN
+
+
+def test_blocks_of_another_size(
+    serve: Callable[..., Server],
+    checkpoint: Path,
+    environment: dict[str, str],
+    planted: Path,
+    decoder: Standalone,
+    guess: test_drafted.Guess,
+) -> None:
+    """Than the checkpoint's: ``--speculative-dspark-block-size`` says how many tokens are guessed at once."""
+    flags = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", "3")
+    server = serve(checkpoint, *flags, environment=environment)
+    assert server.info()["draft"] == "DSpark, blocks of 3 tokens"
+    require_guesses_of_the_draft(server, decoder, checkpoint, planted / "rounds", PROMPT, 20, 3)
+    first = check(decoder, PROMPT, server.generate(PROMPT, 20))
+    guess([[*PROMPT, *first]])
+    found = server.generate(PROMPT, 20)
+    assert check(decoder, PROMPT, found) == first and found["meta_info"]["spec_verify_ct"] == -(-19 // 4)

@@ -209,6 +209,21 @@ def _rounds(model):
     model.accept = accept
 
 
+def _full_pool(module):
+    """A file FULL beside the one that PLANTED_GUESSES names is removed by the next decode of several requests, which
+    finds the pool of keys full.
+    """
+    file, original = Path(os.environ["PLANTED_GUESSES"]).with_name("FULL"), module.ScheduleBatch.check_decode_mem
+
+    def check_decode_mem(self, selected_indices=None):
+        if selected_indices is None and len(self.reqs) > 1 and file.exists():
+            file.unlink()
+            return False
+        return original(self, selected_indices)
+
+    module.ScheduleBatch.check_decode_mem = check_decode_mem
+
+
 def _guess(sequences, wrong, position, token):
     """What follows ``token``, which follows the one at ``position``."""
     for ids in sequences:
@@ -242,6 +257,7 @@ FAULTS = {
     "alpha": {"nvfp4_sgl.cutedsl_kernels.w4a4.operand": _wrong_alpha},
     "nan": {"nvfp4_sgl.serving.model": _nan_streams},
     "guesses": {"nvfp4_sgl.serving.drafts.model": _guesses, "nvfp4_sgl.serving.drafts.dspark_model": _blocks},
+    "full pool": {"sglang.srt.managers.schedule_batch": _full_pool},
     "rounds": {"nvfp4_sgl.serving.drafts.dspark_accept": _rounds},
     "nan logits": {"nvfp4_sgl.serving.model": _nan_logits},
     "nan rows": {"nvfp4_sgl.serving.model": _nan_rows},
