@@ -24,6 +24,7 @@ from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.drafts import DRAFTS
 from nvfp4_sgl.checkpoint.verified import holds_weights, verify
 from nvfp4_sgl.config import require_checkpoint
+from nvfp4_sgl.draft_arguments import DraftFlags
 from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
 from nvfp4_sgl.memory import plan as plans
 from nvfp4_sgl.memory.plan import ServerFlags
@@ -270,16 +271,7 @@ def examine_checkpoint(report: Report, directory: Path, plan: ServerFlags) -> No
 
 def examine_draft(report: Report, verified: Verified, plan: ServerFlags) -> Draft | None:
     """Say what is bundled for drafting, and check that ``plan`` can have it; the draft of a server of ``plan``."""
-    flags = {
-        f"speculative_{name}": None
-        for name in ("draft_model_path", "eagle_topk", "num_draft_tokens", "dspark_block_size")
-    }
-    given: dict[str, Any] = flags | {
-        "speculative_algorithm": plan.algorithm,
-        "speculative_num_steps": plan.steps,
-        "model_path": verified.inventory.directory,
-        "tp_size": plan.ranks,
-    }
+    given = DraftFlags(plan.algorithm, plan.steps, plan.block).given(verified, plan.ranks)
     draft, chosen = None, plan.target or report.target
     try:
         draft = verified.draft()
@@ -288,7 +280,7 @@ def examine_draft(report: Report, verified: Verified, plan: ServerFlags) -> Draf
         if chosen:
             checks.check_draft(given, verified, chosen, {})
     except Nvfp4SglError as error:
-        if plan.algorithm is None and plan.steps is None:
+        if (plan.algorithm, plan.steps, plan.block) == (None, None, None):
             report.draft = f"not usable: {error}"
         else:
             report.problems.append(f"draft: {error}")

@@ -29,6 +29,17 @@ class DraftFlags:
     steps: int | None = None
     block: int | None = None
 
+    def given(self, verified: Verified, ranks: int) -> dict[str, Any]:
+        """A server's flags, as :mod:`.checks` takes them; ``ranks``: ``--tp-size``."""
+        left_out = ("draft_model_path", "eagle_topk", "num_draft_tokens")
+        return {f"speculative_{name}": None for name in left_out} | {
+            "speculative_algorithm": self.algorithm,
+            "speculative_num_steps": self.steps,
+            "speculative_dspark_block_size": self.block,
+            "model_path": verified.inventory.directory,
+            "tp_size": ranks,
+        }
+
     def round_tokens(self, verified: Verified, target: str, ranks: int, mode: ActivationMode) -> int:
         """Tokens that such a server's rounds verify; 0 if it drafts nothing.
 
@@ -38,20 +49,13 @@ class DraftFlags:
         Raises:
             CheckpointError, ConfigError, UnsupportedError: the server would refuse the flags, as :mod:`.checks` says.
         """
-        left_out = ("draft_model_path", "eagle_topk", "num_draft_tokens")
-        given: dict[str, Any] = {f"speculative_{name}": None for name in left_out} | {
-            "speculative_algorithm": self.algorithm,
-            "speculative_num_steps": self.steps,
-            "speculative_dspark_block_size": self.block,
-            "model_path": verified.inventory.directory,
-            "tp_size": ranks,
-        }
+        given = self.given(verified, ranks)
         checks.check_flags(given)
         checks.check_draft(given, verified, target, {"activation_mode": mode.value})
         return int(checks.declared(given, verified).get("speculative_num_draft_tokens", 0))
 
 
-def add_drafts(parser: argparse.ArgumentParser) -> None:
+def add_drafts(parser: Any) -> None:
     """The flags of :class:`DraftFlags`, as ``algorithm``, ``steps`` and ``block``."""
     parser.add_argument(
         "--speculative-algorithm",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nvfp4_sgl.arguments import add_ranks, add_target, whole_number
-from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
-from nvfp4_sgl.checkpoint.drafts import DRAFTS, Draft
+from nvfp4_sgl.checkpoint.drafts import Draft
+from nvfp4_sgl.draft_arguments import add_drafts
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.memory.setting import Setting
 from nvfp4_sgl.sglang_defaults import (
@@ -42,7 +42,8 @@ class ServerFlags:
         gpu_memory: GiB that are free on each GPU before the server starts.
         requests, context, fraction, kv_cache_dtype: ``--max-running-requests``, ``--context-length``,
             ``--mem-fraction-static``, ``--kv-cache-dtype``.
-        algorithm, steps: ``--speculative-algorithm``, ``--speculative-num-steps``.
+        algorithm, steps, block: ``--speculative-algorithm``, ``--speculative-num-steps``,
+            ``--speculative-dspark-block-size``.
     """
 
     ranks: int = 1
@@ -54,6 +55,7 @@ class ServerFlags:
     kv_cache_dtype: str = "auto"
     algorithm: str | None = None
     steps: int | None = None
+    block: int | None = None
 
     def setting(self, target: str, config: ModelConfig, draft: Draft | None = None) -> Setting:
         """The forecast's setting on ``target``.
@@ -75,7 +77,7 @@ class ServerFlags:
         setting = self._on_gpu(longest) if descriptor(target).on_gpu else self._on_cpu(longest)
         if draft is None:
             return setting
-        guesses = draft.block or self.steps or DRAFT_STEPS
+        guesses = self.block or draft.block or self.steps or DRAFT_STEPS
         return replace(setting, draft=draft.kind, round_tokens=guesses + 1)
 
     def _on_gpu(self, longest: int) -> Setting:
@@ -140,20 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"share of free memory that weights and pools may take (default: {FRACTION} on a GPU)",
     )
     group.add_argument("--kv-cache-dtype", default="auto", metavar="DTYPE", help="dtype of cache rows (default: auto)")
-    group.add_argument(
-        "--speculative-algorithm",
-        type=str.upper,
-        choices=DRAFTS,
-        dest="algorithm",
-        help="draft with what DIR bundles (default: nothing is drafted)",
-    )
-    group.add_argument(
-        "--speculative-num-steps",
-        type=whole_number(DRAFTED_TOKENS - 1),
-        metavar="N",
-        dest="steps",
-        help=f"guesses of a round, of MTP (default: {DRAFT_STEPS})",
-    )
+    add_drafts(group)
 
 
 def from_arguments(args: argparse.Namespace) -> ServerFlags:
@@ -168,6 +157,7 @@ def from_arguments(args: argparse.Namespace) -> ServerFlags:
         kv_cache_dtype=args.kv_cache_dtype,
         algorithm=args.algorithm,
         steps=args.steps,
+        block=args.block,
     )
 
 

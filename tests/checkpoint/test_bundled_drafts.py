@@ -108,6 +108,22 @@ def test_what_is_bundled_is_said(draft: TinyDraft, written: Any, monkeypatch: py
     assert 1.9 < memory["server"]["ratio-128 states"] / unasked["server"]["ratio-128 states"] <= 2
 
 
+def test_a_block_of_another_size_is_counted(
+    written: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By ``doctor --speculative-dspark-block-size``, as a server drafts with it."""
+    monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: "cpu")
+    path, flag = str(written(TinyFormat.NVFP4_FULL, TinyDraft.DSPARK)), "--speculative-dspark-block-size"
+    drafted = ["doctor", path, "--json", "--speculative-algorithm", "dspark"]
+    for given, tokens in (([], 6), ([flag, "2"], 3), ([flag, "9"], 10)):
+        assert cli.main([*drafted, *given]) in (0, 1)  # whatever else this machine lacks
+        assert json.loads(capsys.readouterr().out)["memory"]["setting"]["round_tokens"] == tokens
+    (problem,) = doctor.examine(Path(path), ServerFlags(block=2)).problems
+    assert problem == f"draft: {flag} 2: expected --speculative-algorithm, too; add it"
+    (problem,) = doctor.examine(Path(path), ServerFlags(algorithm="EAGLE", block=2)).problems
+    assert problem.startswith(f"draft: {flag} 2: expected --speculative-algorithm DSPARK, found EAGLE")
+
+
 def test_a_draft_that_a_planned_server_has_not(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nvfp4_sgl.targets.choose.detect_target", lambda: "cpu")
     path = written(TinyFormat.NVFP4_FULL, TinyDraft.MTP)
