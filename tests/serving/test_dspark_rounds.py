@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import runpy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support import dspark_rig
+from tests.support.draft_rig import RAW
 from tests.support.mutation import mutated
 
 BOUND = 2e-5
@@ -17,6 +19,16 @@ BOUND = 2e-5
 def test_rounds() -> None:
     """A prompt in chunks, then rounds that accept one row, some and all."""
     assert dspark_rig.worst() < BOUND
+
+
+def test_sglang_reads_the_same_fields() -> None:
+    """Its worker makes blocks of its own reading of config.json, and passes the layers to capture on."""
+    from sglang.srt.speculative.dspark_components.dspark_config import parse_dspark_draft_config
+
+    theirs, ours = parse_dspark_draft_config(draft_hf_config=SimpleNamespace(**RAW)), dspark_rig.DSPARK
+    assert (theirs.mask_token_id, theirs.gamma, theirs.markov_rank) == (ours.noise_token, ours.block, ours.markov_rank)
+    assert theirs.target_layer_ids == [*ours.captured_layers]
+    assert len({ours.noise_token, ours.block, ours.markov_rank}) == 3, "fields that are alike would hide a mistake"
 
 
 MISTAKES = {
@@ -42,6 +54,11 @@ MISTAKES = {
         "means = captured_means(walk, self.captured, draft.parts.capture)\n"
         "        if len(means) > 6:\n"
         "            draft.inject(means, plan, caches)",
+    ),
+    "another noise token": (
+        "draft_config",
+        'integer("dspark_noise_token_id", 0, config.vocab_size - 1)',
+        'integer("dspark_noise_token_id", 0, config.vocab_size - 1) + 1',
     ),
     "the bias of another token": ("ops.drafts", "markov_bias(before, w1, w2)", "markov_bias(0 * before, w1, w2)"),
     "no bias": ("ops.drafts", "logits + markov_bias(before, w1, w2)", "logits + 0 * markov_bias(before, w1, w2)"),

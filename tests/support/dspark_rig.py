@@ -150,7 +150,7 @@ def worst() -> float:
     errors = []
     for accepted in (*ACCEPTED, 0):
         logits, guesses = served.guess(start)
-        ids = [IDS[start], *[DSPARK.noise_token] * (BLOCK - 1)]
+        ids = [IDS[start], *[RAW["dspark_noise_token_id"]] * (BLOCK - 1)]
         hidden = numpy.dspark([streams[:start] for streams in seen], arrays["embed.weight"][ids], STAGES)[0]
         expected = hidden @ arrays["head.weight"].T
         errors.append(np.abs(logits.double().numpy() - expected).max() / np.abs(expected).max())
