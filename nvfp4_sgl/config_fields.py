@@ -239,6 +239,22 @@ ELSEWHERE: dict[str, Elsewhere] = {
 
 DSPARK = "dspark_"
 """Prefix of what configures a DSpark draft."""
+OF_DSPARK: dict[str, Fixed | Repeats | Elsewhere] = {
+    "dspark_block_size": Elsewhere("tokens that a DSpark draft guesses at once, 1 to 9"),
+    "dspark_markov_rank": Elsewhere("rank of a DSpark draft's bias by the token before"),
+    "dspark_noise_token_id": Elsewhere("stands for a block's tokens that are not known yet"),
+    "dspark_target_layer_ids": Elsewhere("layers whose streams a DSpark draft reads"),
+    "dspark_markov_head_type": Fixed((None, "vanilla"), "a DSpark draft's bias is a product of two matrices"),
+    "sample_from_anchor": Fixed((True,), "the first row of a DSpark draft's block is the token that is decided"),
+    "dspark_n_routed_experts": Repeats(
+        lambda c: c.n_routed_experts, "n_routed_experts", "V4.1's DSpark drafts have fewer experts"
+    ),
+    **dict.fromkeys(
+        ("dspark_num_experts_per_tok", "dspark_n_activated_experts"),
+        Repeats(lambda c: c.num_experts_per_tok, "num_experts_per_tok", "V4.1's DSpark drafts choose fewer experts"),
+    ),
+}
+"""What configures a DSpark draft; checked when there is one. No other field may begin with :data:`DSPARK` then."""
 
 
 def _no_effect(reason: str, *names: str) -> dict[str, NoEffect]:
@@ -273,12 +289,12 @@ NO_EFFECT: dict[str, NoEffect] = {
     ),
 }
 
-FIELDS: dict[str, Rule] = {**READ, **FIXED, **REPEATS, **ELSEWHERE, **NO_EFFECT}
+FIELDS: dict[str, Rule] = {**READ, **FIXED, **REPEATS, **ELSEWHERE, **OF_DSPARK, **NO_EFFECT}
 
 
 def unknown_fields(raw: Mapping[str, Any]) -> list[str]:
     """Fields of a config.json that are not in the table: they are not read, and may mean something to others."""
-    return sorted(name for name in raw if name not in FIELDS and not name.startswith(DSPARK))
+    return sorted(name for name in raw if name not in FIELDS)
 
 
 def table() -> str:
@@ -286,12 +302,10 @@ def table() -> str:
     rows = ["| field of config.json | what it may be | why |", "| --- | --- | --- |"]
     read = {**READ, **{f"rope_scaling.{name}": rule for name, rule in YARN.items()}}
     rows += [_row([name], str(rule), rule.reason) for name, rule in read.items()]
-    for kind in (FIXED, REPEATS, ELSEWHERE, NO_EFFECT):
+    for kind in (FIXED, REPEATS, ELSEWHERE, OF_DSPARK, NO_EFFECT):
         for names, rule in _grouped(kind.items()):
             rows.append(_row(names, _words(rule), rule.reason))
-    return "\n".join(
-        [*rows, _row([f"{DSPARK}*"], "checked with the draft", "configures the DSpark draft, if one is bundled")]
-    )
+    return "\n".join(rows)
 
 
 def _grouped(items: Iterable[tuple[str, Rule]]) -> list[tuple[list[str], Rule]]:

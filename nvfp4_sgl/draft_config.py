@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvfp4_sgl.config import DSPARK_STAGES, ModelConfig
+from nvfp4_sgl.config_fields import DSPARK, OF_DSPARK, Fixed, Repeats, same
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import shown
 
@@ -38,8 +39,9 @@ class DsparkConfig:
         """Parse the fields of a config.json dictionary whose other fields gave ``config``.
 
         Raises:
-            ConfigError: a field is absent or out of range; names it.
+            ConfigError: a field is absent, out of range or unknown; names it.
         """
+        _check_table(raw, config, source)
         layers = config.num_hidden_layers
 
         def integer(field: str, least: int, most: int) -> int:
@@ -68,6 +70,19 @@ class DsparkConfig:
             tuple(captured),
             stages,
         )
+
+
+def _check_table(raw: Mapping[str, Any], config: ModelConfig, source: str) -> None:
+    """Refuse fields of DSpark that are not known, and those that say what is not implemented."""
+    for field in raw:
+        if field.startswith(DSPARK) and field not in OF_DSPARK:
+            raise _wrong(source, field, f"no other than {', '.join(OF_DSPARK)} for a DSpark draft", raw)
+    for field, rule in OF_DSPARK.items():
+        if isinstance(rule, Fixed) and not rule.takes(raw.get(field, rule.values[0])):
+            raise _wrong(source, field, f"{rule} ({rule.reason}; nothing else is implemented)", raw)
+        if isinstance(rule, Repeats) and raw.get(field) is not None and not same(raw[field], rule.expected(config)):
+            expected = f"{rule.expected(config)}, as {rule.source} ({rule.reason}; that is not implemented)"
+            raise _wrong(source, field, expected, raw)
 
 
 def _wrong(source: str, field: str, expected: str, raw: Mapping[str, Any]) -> ConfigError:

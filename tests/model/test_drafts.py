@@ -140,6 +140,12 @@ def test_mistake_is_seen(name: str) -> None:
         ({"dspark_target_layer_ids": [4, 5]}, "found [4, 5]"),
         ({"compress_ratios": [0, 4, 128, 4, 128]}, "'compress_ratios': expected 5 entries, and a 0 for each of 1 to 8"),
         ({"compress_ratios": [0, 4, 128, 4, 128, 4]}, "'compress_ratios': expected 5 entries, and a 0 for each"),
+        ({"dspark_depth": 2}, "'dspark_depth': expected no other than dspark_block_size, dspark_markov_rank,"),
+        ({"dspark_config": {"block_size": 4}}, "'dspark_config': expected no other than dspark_block_size"),
+        ({"dspark_markov_head_type": "gated"}, "'dspark_markov_head_type': expected null or 'vanilla'"),
+        ({"sample_from_anchor": False}, "'sample_from_anchor': expected True"),
+        ({"dspark_n_routed_experts": 4}, f"expected {CONFIG.n_routed_experts}, as n_routed_experts"),
+        ({"dspark_num_experts_per_tok": 1}, f"expected {CONFIG.num_experts_per_tok}, as num_experts_per_tok"),
     ],
 )
 def test_dspark_fields_that_contradict(fields: dict[str, Any], message: str) -> None:
