@@ -13,7 +13,7 @@ from typing import Any
 
 from nvfp4_sgl.checkpoint import modelopt_words
 from nvfp4_sgl.config import ARCHITECTURE
-from nvfp4_sgl.config_fields import READ
+from nvfp4_sgl.config_fields import READ, same
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import shown
 from nvfp4_sgl.synthetic.tokenizer import BOS_ID, EOS_ID
@@ -169,13 +169,17 @@ def tiny_config(
     config = {**BASE, **overrides}
     if draft is not None:
         config["num_nextn_predict_layers"] = int(draft is not TinyDraft.NONE)
+        _require_alike(draft, "num_nextn_predict_layers", overrides, config["num_nextn_predict_layers"])
     for field in ("num_hidden_layers", "num_nextn_predict_layers"):  # before anything is made by them
         _require(field, config[field], READ[field].takes(config[field]), str(READ[field]))
     layers, mtp = config["num_hidden_layers"], config["num_nextn_predict_layers"]
     ratios = config.get("compress_ratios", [0, *((4, 128)[i % 2] for i in range(layers - 1))])
     _require("compress_ratios", ratios, isinstance(ratios, list), "a list of integers")
     if draft is not None or "compress_ratios" not in overrides:
-        ratios = ratios[:layers] + [0] * (DSPARK_STAGES if draft is TinyDraft.DSPARK else mtp)
+        of_draft = [0] * (DSPARK_STAGES if draft is TinyDraft.DSPARK else mtp)
+        if draft is not None and ratios[layers:]:
+            _require_alike(draft, "compress_ratios", overrides, ratios[:layers] + of_draft)
+        ratios = ratios[:layers] + of_draft
     config["compress_ratios"] = ratios
     if draft is TinyDraft.DSPARK:
         config |= DSPARK_FIELDS | {"dspark_target_layer_ids": [*range(layers)][-DSPARK_CAPTURED:]}
@@ -185,6 +189,12 @@ def tiny_config(
         config["expert_dtype"] = "fp8" if format is TinyFormat.DEEPSEEK_BASE else "fp4"
         config["quantization_config"] = _quantization_config(format, names, layers)
     return config
+
+
+def _require_alike(draft: TinyDraft, field: str, overrides: Mapping[str, Any], expected: object) -> None:
+    """Refuse an override that says something else than ``draft`` does."""
+    found = overrides.get(field, expected)
+    _require(field, found, same(found, expected), f"{shown(expected)} with draft {draft.value}, or no value of its own")
 
 
 def _require(field: str, value: object, fits: bool, expected: str) -> None:

@@ -26,7 +26,7 @@ from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.reports.inspection import inspect
 from nvfp4_sgl.reports.verification import Verification
 from nvfp4_sgl.synthetic.tiny import write_tiny
-from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat
+from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, tiny_config
 from nvfp4_sgl.targets import reference
 from nvfp4_sgl.weights.parallel import Ownership
 from tests.support.damage import change_json, change_tensor, copy_checkpoint, set_byte
@@ -204,6 +204,24 @@ def test_the_command_writes_each(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)["draft"] == TinyDraft.MTP.value
     refused = ["tiny", str(tmp_path / "other"), "--format", "compressed-tensors", "--draft", "mtp"]
     assert cli.main(refused) == 2 and "draft mtp: expected none" in capsys.readouterr().err
+
+
+CONTRADICTIONS: dict[str, tuple[TinyDraft, dict[str, Any], str]] = {
+    "seven blocks of MTP": (TinyDraft.MTP, {"num_nextn_predict_layers": 7}, "expected 1 with draft mtp, .*found 7"),
+    "none": (TinyDraft.MTP, {"num_nextn_predict_layers": 0}, "expected 1 with draft mtp, .*found 0"),
+    "one of none": (TinyDraft.NONE, {"num_nextn_predict_layers": 1}, "expected 0 with draft none, .*found 1"),
+    "layers": (TinyDraft.NONE, {"num_hidden_layers": 1, "compress_ratios": [0, 0]}, r"expected \[0\] with draft none"),
+    "stages": (TinyDraft.DSPARK, {"num_hidden_layers": 1, "compress_ratios": [0, 4]}, r"expected \[0, 0, 0, 0\]"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_fields_that_contradict_a_draft_are_refused(name: str) -> None:
+    """What ``--set`` says is written, or refused."""
+    draft, overrides, message = CONTRADICTIONS[name]
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(TinyFormat.BF16, overrides, draft=draft)
+    tiny_config(TinyFormat.BF16, {"num_hidden_layers": 1, "compress_ratios": [0]}, draft=draft)
 
 
 def test_values_of_a_draft_are_scanned(written: Any, tmp_path: Path) -> None:
