@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.model.layer import Place
 from nvfp4_sgl.model.tokens import ALIGNMENT, DividedTokens, EveryToken, tokens_of
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
@@ -91,6 +92,31 @@ def test_a_range_of_layers_leaves_all_streams_and_taps_see_them(size: int, check
             assert values[name].shape == whole[name].shape, name
             assert torch.equal(values[name], divided[0][name]), name
             assert float((values[name] - whole[name]).abs().max()) < 1e-4, name
+
+
+def test_streams_between_layers_are_those_of_all_tokens(size: int, checkpoint: Path) -> None:
+    """In front of every sublayer and at the end: what a draft reads."""
+    ids = list(range(40, 89))
+
+    def found(least_tokens: int) -> list[Tensor]:
+        exchange = Exchange(size, least_tokens)
+        models = ranks(checkpoint, exchange)
+
+        def run(rank: int) -> Tensor:
+            model = models[rank]
+            work = model.begin({0: ids})
+            streams = model.decoder.embed(work.ids, model.table)
+            walk = model.decoder.walk(streams, work.ids, work.step, model.caches.layers)
+            seen = [walk.all_streams().clone() for place in walk if place is Place.INPUT]
+            return torch.stack([*seen, walk.all_streams()])
+
+        return exchange.run(run)
+
+    (whole, *_), divided = found(least_tokens=1000), found(least_tokens=1)
+    for each in divided:
+        assert each.shape == whole.shape == (2 * LAYERS + 1, len(ids), 4, whole.shape[-1])
+        assert torch.equal(each, divided[0])
+        assert float((each - whole).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])

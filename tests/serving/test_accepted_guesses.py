@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4_sgl.serving.drafts import accept, chain
+from nvfp4_sgl.serving.drafts import accept, chain, dspark_accept
 from nvfp4_sgl.serving.drafts.penalties import Penalties
-from nvfp4_sgl.serving.sglang import scheduling
+from nvfp4_sgl.serving.sglang import parallel, scheduling
 
 VOCABULARY, ROWS, SEQUENCES = 5, 3, 20_000
 TARGET = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
@@ -113,6 +113,79 @@ def test_rows_are_sampled_as_their_request_asks() -> None:
     info.temperatures, info.top_ks = torch.tensor([[0.5], [2.0]]), torch.tensor([3, 7])
     rows = accept.repeated(info, 2)
     assert rows.temperatures.tolist() == [[0.5], [0.5], [2.0], [2.0]] and rows.top_ks.tolist() == [3, 3, 7, 7]
+
+
+def verified(requests: int, *, logprobs: bool = False) -> tuple[Any, Any, Any]:
+    """SGLang's input, batch and output of a verify pass of several requests that draw their tokens."""
+    generator = torch.Generator().manual_seed(5)
+    guesses = torch.randint(0, VOCABULARY, (requests, ROWS), generator=generator)
+    lengths = torch.arange(PROMPT, PROMPT + requests)
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_idle=lambda: False),
+        sampling_info=sampling_info(requests),
+        seq_lens=lengths,
+        reqs=[request([1])] * requests,
+        return_logprob=logprobs,
+    )
+    verify_input = SimpleNamespace(
+        draft_token=guesses.flatten(),
+        draft_token_num=ROWS,
+        positions=(lengths[:, None] + torch.arange(ROWS)).flatten(),
+    )
+    return verify_input, batch, scheduling.logits_output(TARGET[guesses].flatten(0, 1))
+
+
+def test_ranks_accept_what_the_first_one_has_drawn(sampler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would draw for itself; the number of accepted rows follows from the tokens that all have."""
+    of_first: list[Tensor] = []
+
+    class Group:
+        def broadcast(self, tensor: Tensor, src: int) -> None:
+            assert src == 0 and tensor.is_contiguous()
+            if of_first:
+                tensor.copy_(of_first[0])
+            else:
+                of_first.append(tensor.clone())
+
+    found = {"get_parallel": lambda: SimpleNamespace(tp_size=2), "get_tp_group": Group}
+    monkeypatch.setattr(parallel, "find", found.__getitem__)
+    rounds = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        rounds.append(accept.sample_round(print, *verified(50)))
+    for first, second in zip(*rounds, strict=True):
+        assert torch.equal(first, second)
+    assert len(of_first) == 1 and 1 < rounds[0][1].float().mean() < ROWS
+
+
+def accepted_block(logits: Tensor, guesses: Tensor, lengths: Tensor, info: Any) -> Any:
+    """What a round of DSpark gives."""
+    executor = SimpleNamespace(nvfp4_sgl_penalties=Penalties(guesses, lengths, [request([1])] * len(guesses)))
+    return dspark_accept.accept(
+        print, executor, verify_ids_2d=guesses, target_logits=logits, sampling_info=info, prefix_lens=lengths
+    )
+
+
+def test_log_probabilities_are_made_of_logits_that_no_sampler_has_overwritten(
+    sampler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "tp_size", lambda: 1)
+    verify_input, batch, output = verified(4, logprobs=True)
+    logits = output.next_token_logits.clone()
+    accept.sample_round(print, verify_input, batch, output)
+    assert torch.equal(output.next_token_logits, logits)
+    guesses = verify_input.draft_token.view(-1, ROWS)
+    accepted_block(output.next_token_logits, guesses, batch.seq_lens, batch.sampling_info)
+    assert torch.equal(output.next_token_logits, logits)
+
+
+def test_rows_of_a_block_are_drawn_by_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn by a seed follows from the position: that of the row's token, as in a pass of its own."""
+    monkeypatch.setattr(accept, "_sampler", lambda: lambda output, info, logprob, top, ids, positions: positions)
+    verify_input, batch, output = verified(40)
+    guesses = verify_input.draft_token.view(-1, ROWS)
+    found = accepted_block(output.next_token_logits, guesses, batch.seq_lens, batch.sampling_info)
+    assert torch.equal(found.out_tokens.flatten(), verify_input.positions)
 
 
 def test_the_first_wrong_guess_ends_a_round() -> None:
