@@ -17,9 +17,14 @@ from nvfp4_sgl.weights.gemms import DraftMatrices
 class MtpDraft(nn.Module):
     """Guesses the token after the next. Construction loads ``mtp.0``; embedding and LM head are the target's.
 
+    Attributes:
+        unused: matrices of the checkpoint that are not loaded, by their names without suffix.
+
     Raises:
         UnsupportedError: the target of ``context`` does not draft so.
     """
+
+    unused: tuple[str, ...] = ()
 
     def __init__(self, context: Context):
         super().__init__()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nvfp4_sgl.errors import CheckpointError, Nvfp4SglError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder, final_collapse
+from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.layer import Block
 from nvfp4_sgl.model.mtp import MtpDraft
 
@@ -49,9 +50,11 @@ def replace_weights(decoder: Decoder, context: Context) -> None:
     decoder.context = context
 
 
-def replace_draft(draft: MtpDraft, context: Context) -> None:
+def replace_draft(draft: MtpDraft | DsparkDraft, context: Context) -> None:
     """The same of a draft: every tensor again, into where it is."""
-    _replace("mtp.0", draft, lambda: MtpDraft(context))
+    _replace(
+        "mtp", draft, lambda: MtpDraft(context) if isinstance(draft, MtpDraft) else DsparkDraft(context, draft.dspark)
+    )
     draft.context = context
 
 

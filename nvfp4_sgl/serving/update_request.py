@@ -43,8 +43,8 @@ HONOURED: Mapping[str, tuple[Any, ...] | None] = {
 }
 """Fields of the request and the values that are taken; ``None``: any."""
 
-DRAFT_UPDATED = ("EAGLE", "cpu")
-"""``--speculative-algorithm`` and ``--device``, as resolved, of servers whose draft is replaced with the model."""
+DRAFT_UPDATED = "cpu"
+"""``--device``, as resolved, of servers whose draft is replaced with the model."""
 
 SHOWN = 8
 """Findings that an answer lists at most."""
@@ -160,7 +160,7 @@ def check_fits(served: Verified, found: Verified) -> None:
     """UnsupportedError unless ``found`` differs from ``served`` in values alone, its draft's included where one is
     served; names what else differs."""
     algorithm, device = settings.draft_algorithm(), settings.resolved("device")
-    if algorithm is not None and (algorithm, device) != DRAFT_UPDATED:
+    if algorithm is not None and device != DRAFT_UPDATED:
         raise UnsupportedError(
             f"update of weights with --speculative-algorithm {algorithm} on {device}: not implemented; restart the"
             " server"

@@ -54,7 +54,7 @@ def test_a_server_that_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, value)
     simulated.simulated_length.cache_clear()
     checks.check_flags(given)
-    assert simulated.check_simulated(4) == 2.5
+    assert simulated.simulated_length() == 2.5
     simulated.simulated_length.cache_clear()
     model = flash.write_flash(tmp_path, full_size_plan.ENGINES["ours"], 2)
     checks.check_draft(given | {"model_path": str(model)}, verify_dummy(model), "sm_90a", {})

@@ -135,7 +135,10 @@ def verified(requests: int, *, logprobs: bool = False) -> tuple[Any, Any, Any]:
     return verify_input, batch, scheduling.logits_output(TARGET[guesses].flatten(0, 1))
 
 
-def test_ranks_accept_what_the_first_one_has_drawn(sampler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocks", [False, True], ids=["EAGLE", "DSPARK"])
+def test_ranks_accept_what_the_first_one_has_drawn(
+    blocks: bool, sampler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each would draw for itself; the number of accepted rows follows from the tokens that all have."""
     of_first: list[Tensor] = []
 
@@ -149,10 +152,16 @@ def test_ranks_accept_what_the_first_one_has_drawn(sampler: None, monkeypatch: p
 
     found = {"get_parallel": lambda: SimpleNamespace(tp_size=2), "get_tp_group": Group}
     monkeypatch.setattr(parallel, "find", found.__getitem__)
-    rounds = []
+    rounds: list[tuple[Tensor, ...]] = []
     for rank in range(2):
         torch.manual_seed(rank)
-        rounds.append(accept.sample_round(print, *verified(50)))
+        verify_input, batch, output = verified(50)
+        if blocks:
+            guesses = verify_input.draft_token.view(-1, ROWS)
+            block = accepted_block(output.next_token_logits, guesses, batch.seq_lens, batch.sampling_info)
+            rounds.append((block.out_tokens, block.commit_lens))
+        else:
+            rounds.append(accept.sample_round(print, verify_input, batch, output))
     for first, second in zip(*rounds, strict=True):
         assert torch.equal(first, second)
     assert len(of_first) == 1 and 1 < rounds[0][1].float().mean() < ROWS
@@ -181,6 +190,7 @@ def test_log_probabilities_are_made_of_logits_that_no_sampler_has_overwritten(
 
 def test_rows_of_a_block_are_drawn_by_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn by a seed follows from the position: that of the row's token, as in a pass of its own."""
+    monkeypatch.setattr(parallel, "tp_size", lambda: 1)
     monkeypatch.setattr(accept, "_sampler", lambda: lambda output, info, logprob, top, ids, positions: positions)
     verify_input, batch, output = verified(40)
     guesses = verify_input.draft_token.view(-1, ROWS)
@@ -285,6 +295,28 @@ def test_forced_acceptance(expected: float) -> None:
         assert torch.equal(sampled[:, : count - 1], guesses[:, 1:count])
         assert torch.equal(sampled[:, count - 1 :], before[:, count - 1 :])
     assert abs(total / 200 - expected) < 0.15
+
+
+@pytest.mark.parametrize("simulated", [None, 3.0])
+def test_rounds_of_dspark(simulated: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows as are right, or as are asked for; the tokens in front of the last are the guesses."""
+    monkeypatch.setattr(accept, "simulated_length", lambda: simulated)
+    guesses, answered = torch.tensor([[4, 1, 2, 3], [4, 0, 2, 3]]), torch.tensor([[1, 0, 3, 0], [1, 2, 3, 0]])
+    monkeypatch.setattr(dspark_accept, "sample_rows", lambda logits, *given: answered.flatten().clone())
+    remembered = list[Tensor]()
+    executor = SimpleNamespace(nvfp4_sgl_penalties=SimpleNamespace(remember=remembered.append))
+    found = dspark_accept.accept(
+        print,
+        executor,
+        verify_ids_2d=guesses,
+        target_logits=torch.zeros(8, VOCABULARY),
+        sampling_info=SimpleNamespace(is_all_greedy=True),
+        prefix_lens=torch.tensor([7, 9]),
+    )
+    lengths, tokens = ([3, 3], [[1, 2, 3, 0], [0, 2, 3, 0]]) if simulated else ([2, 1], answered.tolist())
+    assert found.commit_lens.tolist() == remembered[0].tolist() == lengths
+    assert found.out_tokens.tolist() == tokens and found.new_seq_lens.tolist() == [7 + lengths[0], 9 + lengths[1]]
+    assert found.bonus.tolist() == [row[length - 1] for row, length in zip(tokens, lengths, strict=True)]
 
 
 def test_slots_around_a_round() -> None:

@@ -112,13 +112,23 @@ def test_simulated_acceptance_that_cannot_be(text: str, simulate: Callable[[str]
         checks.check_flags(NOTHING | EAGLE)
 
 
-def test_simulated_acceptance_of_dspark_is_refused(simulate: Callable[[str], None]) -> None:
-    simulate("2.5")
-    with pytest.raises(UnsupportedError, match=f"^{simulated.SIMULATED}: not implemented with DSPARK"):
-        checks.check_flags(NOTHING | DSPARK)
+def test_simulated_acceptance_of_dspark(
+    simulate: Callable[[str], None], checkpoints: dict[str, Verified], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of as many rows as the checkpoint's block has, and one."""
+    given = NOTHING | DSPARK | {"model_path": checkpoints["dspark"].inventory.directory}
+    simulate("6")
+    checks.check_flags(given)
+    checks.check_draft(given, checkpoints["dspark"], "cpu", {})
+    assert "a round accepts 6 rows" in caplog.text
+    with pytest.raises(ConfigError, match=f"^{simulated.SIMULATED}=6: expected 1 to 3, the rows of a round"):
+        checks.check_draft(given | {"speculative_dspark_block_size": 2}, checkpoints["dspark"], "cpu", {})
 
 
-@pytest.mark.parametrize(("variable", "value"), [(dspark_checks.VERIFY_MODE, "compact"), (GREEDY_DRAFT, "0")])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [(dspark_checks.VERIFY_MODE, "compact"), (GREEDY_DRAFT, "0"), (dspark_checks.SIMULATE_GREEDY, "true")],
+)
 def test_ways_of_dspark_that_are_not_there(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, value)
     checks.check_flags(NOTHING | EAGLE)
@@ -172,7 +182,6 @@ MISFITS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
         "with a DSpark draft, found an MTP draft ('mtp.0.e_proj'); use EAGLE or NEXTN",
     ),
     "DSPARK on Hopper": ("dspark", "sm_90a", DSPARK, "DSPARK", "not implemented on target sm_90a, only on cpu"),
-    "DSPARK on two ranks": ("dspark", "cpu", DSPARK | {"tp_size": 2}, "DSPARK", "with --tp-size 2: not implemented"),
 }
 
 

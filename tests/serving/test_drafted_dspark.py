@@ -16,6 +16,7 @@ from tests.serving.test_drafted import MARGIN, PROMPT, TOKENS, check
 from tests.support.draft_alone import DraftAlone
 from tests.support.prompts import draw_ids
 from tests.support.server import Server
+from tests.support.updates import update
 
 pytestmark = test_drafted.pytestmark
 
@@ -112,6 +113,24 @@ def require_guesses_of_the_draft(
     for length, (anchor, *guesses) in rounds:
         assert anchor == sequence[length] and len(guesses) == block
         assert drafted.disagreement(length, guesses) < MARGIN
+
+
+def test_an_update_of_model_and_draft(
+    server: Server, checkpoint: Path, decoder: Standalone, planted: Path, answer: list[int], tmp_path: Path
+) -> None:
+    """Both are replaced by those of another checkpoint, and one with another draft is refused by name."""
+    write_tiny(tmp_path / "mtp", "nvfp4-full", seed=2, draft="mtp")
+    status, message = update(server, tmp_path / "mtp")
+    assert status == 400 and "draft: served DSpark, found MTP" in message
+    write_tiny(tmp_path / "other", "nvfp4-full", seed=2, draft="dspark")
+    try:
+        assert update(server, tmp_path / "other")[0] == 200
+        other = Standalone(tmp_path / "other", requests=1, capacity=1024)
+        assert check(other, PROMPT, server.generate(PROMPT, TOKENS)) != answer
+        require_guesses_of_the_draft(server, other, tmp_path / "other", planted / "rounds", PROMPT, TOKENS, BLOCK)
+    finally:
+        assert update(server, checkpoint)[0] == 200
+    assert check(decoder, PROMPT, server.generate(PROMPT, TOKENS)) == answer
 
 
 def test_blocks_of_another_size(

@@ -36,6 +36,12 @@ def accept_chain(guesses: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
     return lengths.int(), accepted_places(lengths, rows)
 
 
+def accept_round(guesses: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`accept_chain`, or :func:`force_chain` where acceptance is simulated."""
+    expected = simulated_length()
+    return accept_chain(guesses, sampled) if expected is None else force_chain(guesses, sampled, expected)
+
+
 _draws = random.Random(0)
 """The same on every rank."""
 
@@ -85,11 +91,7 @@ def sample_round(
     sampled = sample_rows(logits, info, rows, verify_input.positions).view_as(guesses)
     if not info.is_all_greedy:
         parallel.tp_broadcast(sampled)  # equal logits do not give every rank equal sums of probabilities
-    expected = simulated_length()
-    if expected is None:
-        lengths, places = accept_chain(guesses, sampled)
-    else:
-        lengths, places = force_chain(guesses, sampled, expected)
+    lengths, places = accept_round(guesses, sampled)
     penalties.remember(lengths)
     return sampled.int().flatten(), lengths, places
 

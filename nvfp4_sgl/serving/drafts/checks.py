@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +13,11 @@ from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.convert.options import parse_at_load
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.serving.drafts import dspark_checks
-from nvfp4_sgl.serving.drafts.simulated import SIMULATED, check_simulated
+from nvfp4_sgl.serving.drafts.simulated import check_simulated
 from nvfp4_sgl.sglang_defaults import DRAFT_STEPS
 from nvfp4_sgl.targets import requirements
 from nvfp4_sgl.targets.choose import mode_of
 from nvfp4_sgl.targets.target import targets
-
-logger = logging.getLogger(__name__)
 
 NEED_ALGORITHM = (
     "speculative_draft_model_path",
@@ -71,13 +68,7 @@ def check_flags(given: Mapping[str, Any]) -> None:
             f"--speculative-num-draft-tokens {tokens}: expected {steps + 1}, --speculative-num-steps and one; leave it"
             " out"
         )
-    expected = check_simulated((steps or DRAFT_STEPS) + 1)
-    if expected is not None:
-        logger.warning(
-            "nvfp4_sgl: SIMULATED ACCEPTANCE (%s): a round accepts %g rows, whatever the model answers: answers mean"
-            " nothing; unset it for anything but a measurement",
-            SIMULATED, expected,
-        )  # fmt: skip
+    check_simulated((steps or DRAFT_STEPS) + 1)
 
 
 def drafts_blocks(given: Mapping[str, Any]) -> bool:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.model.contract import DsparkGuesses
-from nvfp4_sgl.serving.drafts.accept import accept_chain, sample_rows
+from nvfp4_sgl.serving.drafts.accept import accept_round, sample_rows
 from nvfp4_sgl.serving.drafts.penalties import Penalties
-from nvfp4_sgl.serving.sglang import scheduling
+from nvfp4_sgl.serving.sglang import parallel, scheduling
 
 
 def guess(
@@ -58,7 +58,9 @@ def accept(
     # A copy, for log-probabilities: the sampler makes probabilities of it.
     logits = target_logits if sampling_info.is_all_greedy else target_logits.clone()
     sampled = sample_rows(logits, sampling_info, rows, positions.flatten()).view_as(verify_ids_2d)
-    lengths, _ = accept_chain(verify_ids_2d, sampled)
+    if not sampling_info.is_all_greedy:
+        parallel.tp_broadcast(sampled)  # equal logits do not give every rank equal sums of probabilities
+    lengths, _ = accept_round(verify_ids_2d, sampled)
     executor.nvfp4_sgl_penalties.remember(lengths)
     return scheduling.accepted_block(
         correct_len=lengths - 1,

@@ -42,7 +42,7 @@ class DsparkBackend(Nvfp4AttentionBackend):
 
     def warm_up(self, model: Any) -> None:
         with stages.stage("draft warm-up"):
-            self.planner.warm_up(model.draft, model.vocabulary[0], settings.largest_prefill())
+            self.planner.warm_up(model.draft, model.vocabulary[0].weight, settings.largest_prefill())
 
     def request(self, forward_batch: Any) -> PassRequest:
         lengths, block = forward_batch.seq_lens, forward_batch.spec_info.draft_token_num

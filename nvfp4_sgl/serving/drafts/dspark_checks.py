@@ -9,13 +9,17 @@ from typing import Any
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.draft_config import MAX_BLOCK, DsparkConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
-from nvfp4_sgl.serving.drafts.simulated import SIMULATED, simulated_length
+from nvfp4_sgl.serving.drafts.simulated import check_simulated
 from nvfp4_sgl.targets.target import targets
 
 VERIFY_MODE, STATIC = "SGLANG_RAGGED_VERIFY_MODE", "static"
 """Environment variable of SGLang that has fewer guesses verified where the confidence head expects little."""
 GREEDY_DRAFT = "SGLANG_DSPARK_USE_GREEDY_DRAFT"
 """Environment variable of SGLang: guesses are the likeliest tokens, whatever a request samples by."""
+SIMULATE_GREEDY = "SGLANG_SIMULATE_ACC_GREEDY"
+"""Environment variable of SGLang that has rounds of simulated acceptance forget how requests are sampled."""
+TRUE = ("1", "true", "yes", "y")
+"""Values of such variables that SGLang takes for true, in small letters."""
 
 
 def check_flags(given: Mapping[str, Any]) -> None:
@@ -38,19 +42,20 @@ def check_flags(given: Mapping[str, Any]) -> None:
             f"--speculative-dspark-block-size {block}: expected 1 to {MAX_BLOCK}: a round has a row more, and the"
             f" compressors' rings hold {MAX_BLOCK + 1}"
         )
-    if simulated_length() is not None:
-        raise UnsupportedError(f"{SIMULATED}: not implemented with DSPARK by this package; unset it")
+    greedy_rounds = os.environ.get(SIMULATE_GREEDY) or "0"
+    if greedy_rounds.lower() in TRUE:
+        raise UnsupportedError(f"{SIMULATE_GREEDY}={greedy_rounds}: not implemented by this package; unset it")
     mode, greedy = os.environ.get(VERIFY_MODE) or STATIC, os.environ.get(GREEDY_DRAFT) or "1"
     if mode != STATIC:
         raise UnsupportedError(f"{VERIFY_MODE}={mode}: not implemented by this package; unset it")
-    if greedy.lower() not in ("1", "true", "yes", "y"):
+    if greedy.lower() not in TRUE:
         raise UnsupportedError(
             f"{GREEDY_DRAFT}={greedy}: not implemented by this package, which drafts greedily; unset it"
         )
 
 
 def check_draft(given: Mapping[str, Any], verified: Verified, target: str) -> None:
-    """Refuse a target or a number of ranks that DSpark is not served on, and rows that are not one more than a block.
+    """Refuse a target that DSpark is not served on, and rows that are not one more than a block.
 
     Raises:
         ConfigError, UnsupportedError: as :func:`check_flags`.
@@ -60,14 +65,13 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str) -> No
     if target not in drafting:
         where = " and ".join(drafting)
         raise UnsupportedError(f"{flag}: not implemented on target {target}, only on {where}; leave the flag out")
-    if given["tp_size"] != 1:
-        raise UnsupportedError(f"{flag} with --tp-size {given['tp_size']}: not implemented; leave one of them out")
     found, rows = given["speculative_num_draft_tokens"], block_of(given, verified) + 1
     if found not in (None, rows):
         other = f", or give --speculative-dspark-block-size {found - 1}" if 1 <= found - 1 <= MAX_BLOCK else ""
         raise ConfigError(
             f"--speculative-num-draft-tokens {found}: expected {rows}, the block's tokens and one; leave it out{other}"
         )
+    check_simulated(rows)
 
 
 def block_of(given: Mapping[str, Any], verified: Verified) -> int:

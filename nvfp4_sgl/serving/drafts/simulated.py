@@ -7,9 +7,12 @@ The tokens that are accepted are the guesses, and so answers are no longer the t
 from __future__ import annotations
 
 import functools
+import logging
 import os
 
 from nvfp4_sgl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
 """Environment variable of SGLang: mean number of accepted rows of a round, its last token included; off unless set."""
@@ -30,8 +33,8 @@ def simulated_length() -> float | None:
     return value if value > 0 else None
 
 
-def check_simulated(rows: int) -> float | None:
-    """:func:`simulated_length` of rounds of ``rows`` rows.
+def check_simulated(rows: int) -> None:
+    """Warn if acceptance is simulated, of rounds of ``rows`` rows.
 
     Raises:
         ConfigError: it is no number from 1 to ``rows``.
@@ -39,4 +42,9 @@ def check_simulated(rows: int) -> float | None:
     value = simulated_length()
     if value is not None and not 1 <= value <= rows:
         raise ConfigError(f"{SIMULATED}={value:g}: expected 1 to {rows}, the rows of a round; unset it")
-    return value
+    if value is not None:
+        logger.warning(
+            "nvfp4_sgl: SIMULATED ACCEPTANCE (%s): a round accepts %g rows, whatever the model answers: answers mean"
+            " nothing; unset it for anything but a measurement",
+            SIMULATED, value,
+        )  # fmt: skip

@@ -45,6 +45,12 @@ def tp_all_gather(tensor: Tensor) -> Tensor:
     return rows
 
 
+def tp_gather_columns(tensor: Tensor) -> Tensor:
+    """Every tensor-parallel rank's ``tensor`` [n, k], side by side in their order: [n, size * k]; contiguous."""
+    parts = tp_all_gather(tensor).view(tp_size(), *tensor.shape)
+    return parts.transpose(0, 1).reshape(len(tensor), -1)
+
+
 def tp_broadcast(tensor: Tensor) -> None:
     """Make ``tensor`` that of the first tensor-parallel rank, on all ranks; contiguous."""
     if tp_size() > 1:
