@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_sgl.serving.drafts import accept, chain, dspark_accept
 from nvfp4_sgl.serving.drafts.penalties import Penalties
@@ -317,6 +318,45 @@ def test_rounds_of_dspark(simulated: float | None, monkeypatch: pytest.MonkeyPat
     assert found.commit_lens.tolist() == remembered[0].tolist() == lengths
     assert found.out_tokens.tolist() == tokens and found.new_seq_lens.tolist() == [7 + lengths[0], 9 + lengths[1]]
     assert found.bonus.tolist() == [row[length - 1] for row, length in zip(tokens, lengths, strict=True)]
+
+
+LAUNCHES = 19
+"""What docs/compatibility.md says of a round's acceptance."""
+
+
+class Launches(TorchDispatchMode):
+    """Notes operations that launch a kernel on a GPU: all but views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(one.alias_info and not one.alias_info.is_write for one in operation._schema.returns)
+        if not is_view and not operation._schema.name.startswith("aten::empty"):
+            self.names.append(operation._schema.name)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_launches_beside_the_sampling(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of greedy requests that ask for nothing else; the documented number, whatever the number of steps."""
+    tokens, info = torch.zeros(2 * rows, dtype=torch.int64), sampling_info(2)
+    info.is_all_greedy, info.logit_bias = True, None
+    monkeypatch.setattr(accept, "_sampler", lambda: lambda *given: tokens)
+    params = SimpleNamespace(frequency_penalty=0, presence_penalty=0, repetition_penalty=1, min_new_tokens=0)
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_idle=lambda: False),
+        sampling_info=info,
+        seq_lens=torch.tensor([5, 6]),
+        reqs=[SimpleNamespace(output_ids=[1], sampling_params=params)] * 2,
+        return_logprob=False,
+    )
+    given = SimpleNamespace(draft_token_num=rows, draft_token=tokens, positions=tokens)
+    output = SimpleNamespace(next_token_logits=torch.zeros(2 * rows, VOCABULARY))
+    with Launches() as found:
+        accept.sample_round(print, given, batch, output)
+    assert len(found.names) == LAUNCHES, found.names
 
 
 def test_slots_around_a_round() -> None:
