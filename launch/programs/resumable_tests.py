@@ -39,7 +39,10 @@ SERVER_TESTS = (
 """SGLang with this GPU's model, twice, with SM100's up to the first launch, with other checkpoints and modes, with
 every kind of sampling, with more requests than a pool holds, and with drafts.
 Each takes half of the GPU's memory."""
-PAIR_TESTS = ("tests/gpu/test_ranks.py", "tests/gpu/test_pair_crowd.py", "tests/gpu/test_drafted_ranks.py")
+PAIR_TESTS = (
+    *("tests/gpu/test_ranks.py", "tests/gpu/test_pair_crowd.py", "tests/gpu/test_drafted_ranks.py"),
+    "tests/gpu/test_pro_ranks.py",
+)
 """Servers of two ranks on two GPUs, and of four where there are four."""
 SANITIZERS = ("memcheck", "racecheck")
 STEPS = ("kernels", "decoder", "server", "pair", *SANITIZERS)

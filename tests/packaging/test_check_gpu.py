@@ -254,11 +254,11 @@ def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert steps_of(monkeypatch, (9, 0), "pair") == 2
     assert "needs two GPUs, this machine shows 1" in capsys.readouterr().err
     pair = [*(f"pair-test_ranks-{number}of2" for number in (1, 2)), "pair-test_pair_crowd", "pair-test_drafted_ranks"]
-    pair += ["pair-ready-empty", "pair-ready-filled", "pair-load"]
+    pair += ["pair-test_pro_ranks", "pair-ready-empty", "pair-ready-filled", "pair-load"]
     assert list(steps_of(monkeypatch, (9, 0), "pair", gpus=2)) == pair
     assert set(pair) < set(steps_of(monkeypatch, (9, 0), gpus=2))
     ready = "launch/benchmarks/ready.py"
-    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[4:6]
+    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[5:7]
 
 
 def test_commands_of_programs():
@@ -278,7 +278,7 @@ def test_commands_of_parts():
     assert gemms[:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert gemms[-3:] == ["-m", "sanitized", "tests/gpu/test_w4a16_gemms.py"]
     assert all((ROOT / part.file).exists() for part in resumable_tests.parts())
-    assert [part.gpus for part in resumable_tests.parts(["kernels", "server", "pair"])][-16:] == [*9 * [1], *7 * [2]]
+    assert [part.gpus for part in resumable_tests.parts(["kernels", "server", "pair"])][-17:] == [*9 * [1], *8 * [2]]
 
 
 def test_every_part_of_a_sanitizer_has_tests():
