@@ -33,7 +33,7 @@ class Target(NamedTuple):
 
 
 class Launcher(Protocol):
-    """Compiles kernels and runs calls."""
+    """Compiles kernels and runs calls. While it is installed, a device's architecture and clusters stay the same."""
 
     programmatic_launch: bool
     """What the kernels' keys have: see :class:`.compiled.KernelKey`."""
@@ -99,12 +99,14 @@ class CudaLauncher:
 
     def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
         device, arguments = call.out.device, call.arguments(clusters)
-        if _index(device) == torch.cuda.current_device():
-            self.kernels.get(key)(arguments, torch.cuda.current_stream(device).cuda_stream)
+        index = _index(device)
+        # What torch.cuda has for this makes a dozen Python calls.
+        if index == torch._C._cuda_getDevice():
+            self.kernels.get(key)(arguments, torch._C._cuda_getCurrentRawStream(index))
             return
         # A kernel of a library is loaded into the current device.
         with torch.cuda.device(device):
-            self.kernels.get(key)(arguments, torch.cuda.current_stream(device).cuda_stream)
+            self.kernels.get(key)(arguments, torch._C._cuda_getCurrentRawStream(index))
 
 
 def _index(device: torch.device) -> int:
@@ -118,6 +120,8 @@ def _describe(index: int) -> tuple[tuple[int, int], str]:
 
 
 _current: Launcher = CudaLauncher()
+installed = 0
+"""Launchers installed so far: what is kept of plans belongs to one of them."""
 
 
 def current() -> Launcher:
@@ -145,8 +149,9 @@ def target(device: torch.device, architectures: Sequence[str], what: str) -> Tar
 
 def install(launcher: Launcher) -> None:
     """Use ``launcher`` from now on, in all threads."""
-    global _current
+    global _current, installed
     _current = launcher
+    installed += 1
 
 
 @contextmanager

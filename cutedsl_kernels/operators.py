@@ -2,8 +2,9 @@
 
 A room (``w4a4``, ``mxfp8``, ``w4a16``, ``w8a16``) says what its operators take and, for each, a check and a call.
 Every call is checked from the tensors' metadata before anything is launched. The same checks run on fake tensors, so
-that ``torch.compile`` reports a mistake while tracing. Nothing is allocated, copied or synchronised, so calls may be
-captured in CUDA graphs (each kernel must have run once before: see :mod:`.warm_up`).
+that ``torch.compile`` reports a mistake while tracing. What follows from the looks of operands (checks, the plan, the
+kernel's key, sizes and strides) is kept, and found again by their looks. Nothing is allocated, copied or synchronised,
+so calls may be captured in CUDA graphs (each kernel must have run once before: see :mod:`.warm_up`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,9 +32,11 @@ from nvfp4_sgl.formats.checks import (
 from nvfp4_sgl.limits import MAX_GEMM_EXPERTS
 
 from . import launcher
+from .common.call import BoundCall
 from .common.shape import Output
 from .compiled import KernelKey
 from .launcher import Target
+from .plan import Pin
 from .sm90.call import Call as HopperCall
 from .sm100.call import Call
 
@@ -120,32 +123,49 @@ class Room(Generic[OperandsT]):
             require_same_device("out", operands.out, **tensors)
             return operator.check(name, operands)
 
-        checked = once(check)
+        def made(arguments: tuple[object, ...]) -> OperandsT:
+            return self.operands(**dict(zip(fields, arguments, strict=True)))
 
         def trace(*arguments: object) -> None:
-            check(self.operands(**dict(zip(fields, arguments, strict=True))))
+            check(made(arguments))
+
+        @once
+        def bind(installed: int, pin: Pin | None, programmatic_launch: bool, *arguments: object) -> Launch | None:
+            operands = made(arguments)
+            output = check(operands)
+            target = launcher.target(operands.out.device, self.architectures, self.activations)
+            return bound(name, target, operator.call(operands, output, target), operands)
 
         def run(*arguments: object) -> None:
-            operands = self.operands(**dict(zip(fields, arguments, strict=True)))
-            output = checked(operands)
-            target = launcher.target(operands.out.device, self.architectures, self.activations)
-            launch(name, target, operator.call(operands, output, target), operands.limit)
+            runner = launcher.current()
+            launch = bind(launcher.installed, runner.pin, runner.programmatic_launch, *arguments)
+            if launch is not None:
+                runner.launch(launch.key, launch.call.of(dict(zip(fields, arguments, strict=True))), launch.clusters)
 
         _LIBRARY.define(f"{operator.schema} -> ()", tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"nvfp4_sgl::{name}", trace, lib=_LIBRARY)
 
 
-def launch(op: str, target: Target, call: Call | HopperCall, limit: float | None) -> None:
-    """Check addresses, which only real tensors have, and launch the call unless it has no rows."""
+class Launch(NamedTuple):
+    """The launch of operands that look the same."""
+
+    key: KernelKey
+    call: BoundCall
+    clusters: int
+
+
+def bound(op: str, target: Target, call: Call | HopperCall, operands: Operands) -> Launch | None:
+    """Check addresses, which only real tensors have, and bind the call; None if it has no rows."""
     for name, tensor in call.copied().items():
         require_aligned(f"{op}: {name}", tensor)
     if call.rows == 0:
-        return
-    runner = launcher.current()
+        return None
     call = call.with_workspace(target.clusters)
-    key = KernelKey(target.architecture, call.shape, limit, call.row_weight is not None, runner.programmatic_launch)
-    runner.launch(key, call, call.clusters(target.clusters))
+    clusters, programmatic_launch = call.clusters(target.clusters), launcher.current().programmatic_launch
+    weighted = call.row_weight is not None
+    key = KernelKey(target.architecture, call.shape, operands.limit, weighted, programmatic_launch)
+    return Launch(key, BoundCall(call, clusters, vars(operands)), clusters)
 
 
 def check_alpha(op: str, alpha: Tensor, shape: tuple[int, ...], meaning: str) -> None:

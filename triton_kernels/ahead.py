@@ -27,6 +27,8 @@ from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, _triton_jit_function_registry
 
+from nvfp4_sgl.formats import checks
+
 from .common import chip
 from .common.rounding import INTERPRETED
 
@@ -210,11 +212,13 @@ def targeting(capability: int, processors: int) -> Iterator[None]:
     """
     before = driver._active
     driver.set_active(_Stand(capability))
+    checks.forget()
     try:
         with chip.assume(processors):
             yield
     finally:
         driver._active = before
+        checks.forget()
 
 
 @contextmanager

@@ -40,3 +40,12 @@ class Arguments(NamedTuple):
     alpha_feature: int
     alpha_group: int
     out_scale_row: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The arguments that are no addresses: sizes and strides."""
+        return self[len(ADDRESSES) :]
+
+
+ADDRESSES = Arguments._fields[: Arguments._fields.index("features")]
+"""The arguments that are addresses, by the names of a call's tensors; they come first."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from torch import Tensor
 
-from .arguments import Arguments
+from .arguments import ADDRESSES, Arguments
 from .clusters import Clusters
 from .shape import GemmShape
+
+ONES = "ones"
+"""The operand of rooms whose weights have no global scales, and whose tokens no row scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,7 @@ class GemmCall(ABC):
         offsets, counts: int32 [groups] of a grouped kernel, else None: each expert's first row, a multiple of the token
             tile, and its rows.
         row_weight: fp32 [rows] that results are multiplied by; None on Hopper.
+        sizes: those of the launch, of a call that :class:`BoundCall` made; else they are told when asked for.
 
     Raises:
         ValueError: a CTA of the cluster would have nothing to add up.
@@ -39,6 +44,7 @@ class GemmCall(ABC):
     offsets: Tensor | None = None
     counts: Tensor | None = None
     row_weight: Tensor | None = None
+    sizes: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         stages = -(-self.k // self.stage_k)
@@ -114,11 +120,76 @@ class GemmCall(ABC):
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """(read, written) by the kernel."""
 
-    @abstractmethod
+    def measure(self, clusters: int) -> Arguments:
+        """The sizes and strides of a launch on ``clusters`` persistent clusters; 0 for addresses and those of scales.
+
+        Architectures whose operands have block scales add those.
+        """
+        token_row, token_group = self.token_strides
+        out_row, out_group = self.out_strides
+        alpha_feature, alpha_group = self.alpha_strides
+        return Arguments(**dict.fromkeys(Arguments._fields, 0))._replace(
+            features=self.features,
+            k=self.k,
+            rows=self.rows,
+            groups=self.groups,
+            clusters=clusters,
+            token_row=token_row,
+            token_group=token_group,
+            out_row=out_row,
+            out_group=out_group,
+            alpha_feature=alpha_feature,
+            alpha_group=alpha_group,
+        )
+
     def arguments(self, clusters: int) -> Arguments:
         """The compiled kernel's arguments, for a launch on ``clusters`` persistent clusters."""
+        tensors = vars(self)
+        addresses = [0 if (tensor := tensors.get(name)) is None else tensor.data_ptr() for name in ADDRESSES]
+        return Arguments._make((*addresses, *(self.sizes or self.measure(clusters).sizes)))
 
 
-def address(tensor: Tensor | None) -> int:
-    """Address of the first element; 0 for a tensor that a kernel does not have."""
-    return 0 if tensor is None else tensor.data_ptr()
+class BoundCall:
+    """A call without its operands, to be made again for other operands that look the same (``formats.checks.once``).
+
+    Shapes, strides and dtypes of operands decide all else of a call, so that it is planned, checked and measured once.
+
+    Args:
+        call: of operands that have been checked.
+        clusters: of its launches.
+        operands: what it was made of, by the names of the call's tensors. Scales that it has not are views of the
+            operand ``ones``.
+
+    Raises:
+        ValueError: a tensor of the call, other than the workspace, is neither that operand nor a view of it from its
+            first element.
+    """
+
+    def __init__(self, call: GemmCall, clusters: int, operands: Mapping[str, object]) -> None:
+        self._kind = type(call)
+        self._kept: dict[str, Any] = {}
+        self._operands: list[tuple[str, str]] = []
+        self._views: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        for name, value in vars(call).items():
+            if not isinstance(value, Tensor) or name == "workspace":
+                self._kept[name] = value
+                continue
+            source = name if name in operands else ONES
+            given = operands.get(source)
+            if not isinstance(given, Tensor) or (given.data_ptr(), given.dtype) != (value.data_ptr(), value.dtype):
+                raise ValueError(f"{name}: expected the operand {source}, or a view of it from its first element")
+            self._operands.append((name, source))
+            if (given.shape, given.stride()) != (value.shape, value.stride()):
+                self._views.append((name, tuple(value.shape), value.stride()))
+        self._kept["sizes"] = call.measure(clusters).sizes
+
+    def of(self, operands: Mapping[str, Any]) -> GemmCall:
+        """The call of operands that look like those that it was bound with."""
+        call = object.__new__(self._kind)
+        fields = vars(call)
+        fields.update(self._kept)
+        for name, source in self._operands:
+            fields[name] = operands[source]
+        for name, shape, strides in self._views:
+            fields[name] = fields[name].as_strided(shape, strides)
+        return call

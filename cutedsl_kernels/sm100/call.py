@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor
 
 from ..common.arguments import Arguments
-from ..common.call import GemmCall, address
+from ..common.call import GemmCall
 from ..common.clusters import Clusters
 from ..errors import WorkspaceError
 from ..workspace import workspace
@@ -84,48 +84,22 @@ class Call(GemmCall):
                 f" {clusters}"
             )
 
-    def arguments(self, clusters: int) -> Arguments:
-        """As :meth:`GemmCall.arguments`.
+    def measure(self, clusters: int) -> Arguments:
+        """As :meth:`GemmCall.measure`.
 
         Raises:
             WorkspaceError: pairs share tiles, and the workspace is too small or absent.
         """
         if self.shape.stream_k:
             self._check_workspace(clusters)
-        grouped_tokens = self.tokens.dim() == 3
+        found, row_scale = super().measure(clusters), self.row_scale
         matrix_atoms = -(-self.k // (SCALE_ATOM_BLOCKS * self.shape.block))
-        row_scale = self.row_scale
-        token_row, token_group = self.token_strides
-        out_row, out_group = self.out_strides
-        alpha_feature, alpha_group = self.alpha_strides
-        return Arguments(
-            weights=self.weights.data_ptr(),
-            weight_scales=self.weight_scales.data_ptr(),
-            tokens=self.tokens.data_ptr(),
-            token_scales=self.token_scales.data_ptr(),
-            out=self.out.data_ptr(),
-            out_scales=address(self.out_scales),
-            row_scale=row_scale.data_ptr(),
-            row_weight=address(self.row_weight),
-            alpha=self.alpha.data_ptr(),
-            offsets=address(self.offsets),
-            counts=address(self.counts),
-            sources=0,
-            workspace=address(self.workspace),
-            features=self.features,
-            k=self.k,
-            rows=self.rows,
-            groups=self.groups,
-            clusters=clusters,
-            token_row=token_row * self.shape.byte_elements,
-            token_group=token_group * self.shape.byte_elements,
-            token_scale_row=matrix_atoms * (self.groups if grouped_tokens else 1) * SCALE_ATOM_BYTES,
+        return found._replace(
+            token_row=found.token_row * self.shape.byte_elements,
+            token_group=found.token_group * self.shape.byte_elements,
+            token_scale_row=matrix_atoms * (self.groups if self.tokens.dim() == 3 else 1) * SCALE_ATOM_BYTES,
             token_scale_group=matrix_atoms * SCALE_ATOM_BYTES,
-            out_row=out_row,
-            out_group=out_group,
             row_scale_row=0 if row_scale.numel() == 1 else row_scale.stride(0),
             row_scale_group=row_scale.stride(1) if row_scale.dim() == 2 else 0,
-            alpha_feature=alpha_feature,
-            alpha_group=alpha_group,
             out_scale_row=-(-self.outputs // 64) * SCALE_ATOM_BYTES,
         )

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..common.arguments import Arguments
-from ..common.call import GemmCall, address
+from ..common.call import GemmCall
 from .layout import TILE_K, TILE_ROWS
 from .shape import KernelShape
 
@@ -54,40 +53,3 @@ class Call(GemmCall):
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         read = [self.weights, self.tokens, self.alpha, self.offsets, self.counts, self.sources]
         return [tensor for tensor in read if tensor is not None], [self.out]
-
-    def arguments(self, clusters: int) -> Arguments:
-        """``GemmCall.arguments``; 0 for what these kernels do not have."""
-        token_row, token_group = self.token_strides
-        out_row, out_group = self.out_strides
-        alpha_feature, alpha_group = self.alpha_strides
-        return Arguments(
-            weights=self.weights.data_ptr(),
-            weight_scales=0,
-            tokens=self.tokens.data_ptr(),
-            token_scales=0,
-            out=self.out.data_ptr(),
-            out_scales=0,
-            row_scale=0,
-            row_weight=0,
-            alpha=self.alpha.data_ptr(),
-            offsets=address(self.offsets),
-            counts=address(self.counts),
-            sources=address(self.sources),
-            workspace=0,
-            features=self.features,
-            k=self.k,
-            rows=self.rows,
-            groups=self.groups,
-            clusters=clusters,
-            token_row=token_row,
-            token_group=token_group,
-            token_scale_row=0,
-            token_scale_group=0,
-            out_row=out_row,
-            out_group=out_group,
-            row_scale_row=0,
-            row_scale_group=0,
-            alpha_feature=alpha_feature,
-            alpha_group=alpha_group,
-            out_scale_row=0,
-        )

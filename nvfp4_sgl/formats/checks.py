@@ -23,6 +23,8 @@ REMEMBERED = 256
 """Arguments that :func:`once` keeps the results of: a few kilobytes each, for one function."""
 PLAIN = (type(None), bool, int, float, str)
 """Types of arguments that are compared by their values."""
+_kept: list[dict[Any, Any]] = []
+"""The results of each function of :func:`once`."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -31,14 +33,17 @@ Result = TypeVar("Result")
 def once(check: Callable[Given, Result]) -> Callable[Given, Result]:
     """``check``, whose result is returned again where the arguments look the same to it; what it raises is not kept.
 
-    The layers of a pass call each op with tensors of equal metadata, and the ten or twenty calls of a check cost more
-    than telling that.
+    The layers of a pass call each op with tensors of equal metadata. The calls that check them and that compute a
+    launch of them (grid, sizes, compile-time constants) cost more than telling that.
 
     Args:
-        check: goes by shapes, strides, dtypes and devices of tensors, by their addresses modulo :data:`ALIGNMENT`, and
-            by the values of other arguments, which can be hashed. Tensors may lie in tuples and dataclasses.
+        check: holds no tensor in its result, and goes by shapes, strides, dtypes and devices of tensors, by their
+            addresses modulo :data:`ALIGNMENT`, and by the values of other arguments, which can be hashed. Tensors may
+            lie in tuples and dataclasses. What else it goes by, such as the device's multiprocessors, is an argument,
+            too, or :func:`forget` is called where it changes.
     """
     results: dict[tuple[object, ...], Result] = {}
+    _kept.append(results)
 
     @functools.wraps(check)
     def remembered(*arguments: Given.args, **named: Given.kwargs) -> Result:
@@ -70,6 +75,15 @@ def once(check: Callable[Given, Result]) -> Callable[Given, Result]:
         return result
 
     return remembered
+
+
+def forget() -> None:
+    """Forget all results of :func:`once`: what they go by beside their arguments is now another.
+
+    Such as the GPU that Triton compiles for, where one process compiles for several, or constants that a test replaces.
+    """
+    for results in _kept:
+        results.clear()
 
 
 def require_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:

@@ -153,13 +153,13 @@ def test_queries_that_share_programs(mode: ActivationMode, target: str, model: S
         )
     launched: list[tuple[int, int]] = []
 
-    def choose(queries: int, *arguments: Any, **options: Any) -> Any:
-        chosen = choose_tiling(queries, *arguments, **options)
-        launched.append((queries, chosen.queries))
-        return chosen
+    def note(q: torch.Tensor, *operands: Any) -> Any:
+        launch = bind(q, *operands)
+        launched.append((len(q), launch.queries))
+        return launch
 
-    choose_tiling = tiling.choose_tiling
-    monkeypatch.setattr(sparse_attention, "choose_tiling", choose)
+    bind = sparse_attention._bind
+    monkeypatch.setattr(sparse_attention, "_bind", note)
     monkeypatch.setattr(tiling, "MIN_TOGETHER", 2)
     require_as_good_as_the_reference(mode, run(model), references)
     layers = model.config.num_hidden_layers

@@ -190,12 +190,87 @@ def sparse_attention(
     if extra is None or extra_slots is None:
         # Placeholders of the right types; the kernel does not read them.
         extra, extra_slots, extra_lengths = window, window_slots, None
+    processors = chip.processors(q.device)
+    launch = _bind(
+        q, window, window_slots, window_lengths, extra, extra_slots, extra_lengths, has_extra, sink, cos_sin, query_eps,
+        owners, out, out_rows, splits, tiling, expected_extra, planned_queries, processors,
+    )  # fmt: skip
+    if partials is None and launch.splits > 1:
+        partials = new_partials(q, launch.splits, quantized=out_rows is not None)
+    if partials is not None and semaphores is None:
+        semaphores = new_semaphores(q.shape[0], q.shape[1], q.device)
+    if partials is not None or semaphores is not None:
+        _check_workspace(q, launch.splits, partials, semaphores, quantized=out_rows is not None)
+    if launch.grid is None:
+        return
+
+    packed, columns, heads = launch.packed, launch.columns, q.shape[1]
+    inputs = (
+        *(q, q.stride(0), q.stride(1)),
+        *(window.pages if packed else window.pages.view(torch.uint8), launch.strides[0], window_slots),
+        *(window_slots if window_lengths is None else window_lengths, columns[0]),
+        *(extra.pages if packed else extra.pages.view(torch.uint8), launch.strides[1], extra_slots),
+        *(extra_slots if extra_lengths is None else extra_lengths, columns[1]),
+        *(sink, scale * LOG2_E.value, sink if cos_sin is None else cos_sin),
+    )
+    eps = 0.0 if query_eps is None else query_eps
+    if launch.queries > 1:
+        attend_block[launch.grid](*inputs, owners, out, q.shape[0], heads, eps, **launch.constants)
+        return
+    target, stats = (out, q) if partials is None else partials
+    attend[launch.grid](
+        *(*inputs, target, stats, heads, eps, stats if semaphores is None else semaphores, out),
+        () if out_rows is None else rows_arguments(out_rows),
+        SPLIT=partials is not None,
+        **launch.constants,
+    )
+
+
+class _Launch(NamedTuple):
+    """The launch of operands that look the same.
+
+    ``queries``: of a program; ``columns``: of the lists of slots; ``strides``: bytes between the pages, or rows, of the
+    pools; ``grid``: None if there is nothing to do.
+    """
+
+    splits: int
+    queries: int
+    packed: bool
+    columns: tuple[int, int]
+    strides: tuple[int, int]
+    grid: tuple[int, ...] | None
+    constants: dict[str, Any]
+
+
+@once
+def _bind(
+    q: Tensor,
+    window: Entries,
+    window_slots: Tensor,
+    window_lengths: Tensor | None,
+    extra: Entries,
+    extra_slots: Tensor,
+    extra_lengths: Tensor | None,
+    has_extra: bool,
+    sink: Tensor,
+    cos_sin: Tensor | None,
+    query_eps: float | None,
+    owners: Tensor | None,
+    out: Tensor | None,
+    out_rows: Rows | None,
+    splits: int | None,
+    tiling: Tiling | None,
+    expected_extra: int | None,
+    planned_queries: int | None,
+    processors: int,
+) -> _Launch:
+    """Refuse operands that the kernels cannot read or write, and choose tiling and splits; metadata only."""
     _check_queries(q, sink, cos_sin, query_eps, owners)
     _check_sets(q, window, window_slots, window_lengths, extra, extra_slots, extra_lengths)
     tokens, heads = q.shape[:2]
     packed = window.pages.dtype == torch.uint8
-    columns = [window_slots.shape[1], extra_slots.shape[1] if has_extra else 0]
-    processors, planned = chip.processors(q.device), planned_queries or tokens
+    columns = window_slots.shape[1], extra_slots.shape[1] if has_extra else 0
+    planned = planned_queries or tokens
     if tiling is None:
         shares = owners is not None and out is not None and out_rows is None and splits in (None, 1)
         sizes = planned, heads, columns, processors
@@ -204,20 +279,6 @@ def sparse_attention(
         splits = 1 if tiling.queries > 1 else choose_splits(planned, heads, columns, processors, tiling)
     require_range("splits", splits, 1, most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf)
     group = _check_outputs(q, out, out_rows)
-    if partials is None:
-        partials = new_partials(q, splits, quantized=out_rows is not None)
-    if partials is not None and semaphores is None:
-        semaphores = new_semaphores(tokens, heads, q.device)
-    _check_workspace(q, splits, partials, semaphores, quantized=out_rows is not None)
-    if tokens == 0 or heads == 0:
-        return
-
-    inputs = (
-        *(q, q.stride(0), q.stride(1), *_pool_arguments(window), window_slots),
-        *(window_slots if window_lengths is None else window_lengths, columns[0]),
-        *(*_pool_arguments(extra), extra_slots, extra_slots if extra_lengths is None else extra_lengths, columns[1]),
-        *(sink, scale * LOG2_E.value, sink if cos_sin is None else cos_sin),
-    )
     constants = {
         "RAW": query_eps is not None,
         "PACKED": packed,
@@ -229,24 +290,18 @@ def sparse_attention(
         "HAS_COS_SIN": cos_sin is not None,
         **_tiling_constants(tiling),
     }
-    eps = 0.0 if query_eps is None else query_eps
+    grid: tuple[int, ...] | None
     if tiling.queries > 1:
         _require_a_block(tiling, heads, columns[0], splits, out, owners)
-        blocks = cdiv(tokens, tiling.queries)
-        attend_block[(blocks,)](*inputs, owners, out, tokens, heads, eps, QUERIES=tiling.queries, **constants)
-        return
-    target, stats = (out, q) if partials is None else partials
-    head_blocks = cdiv(heads, tiling.heads)
-    attend[(tokens * head_blocks, splits)](
-        *(*inputs, target, stats, heads, eps, stats if semaphores is None else semaphores, out),
-        () if out_rows is None else rows_arguments(out_rows),
-        SPLIT=partials is not None,
-        HEAD_BLOCKS=head_blocks,
-        TRANSPOSED=tiling.transposed,
-        WARPS=tiling.warps,
-        GROUP=group,
-        **constants,
-    )
+        grid = (cdiv(tokens, tiling.queries),)
+        constants["QUERIES"] = tiling.queries
+    else:
+        head_blocks = cdiv(heads, tiling.heads)
+        grid = tokens * head_blocks, splits
+        constants |= {"HEAD_BLOCKS": head_blocks, "TRANSPOSED": tiling.transposed, "WARPS": tiling.warps}
+        constants["GROUP"] = group
+    strides = _pool_stride(window.pages), _pool_stride(extra.pages)
+    return _Launch(splits, tiling.queries, packed, columns, strides, grid if tokens and heads else None, constants)
 
 
 def _tiling_constants(tiling: Tiling) -> dict[str, Any]:
@@ -275,7 +330,6 @@ def _require_a_block(
         )
 
 
-@once
 def _check_queries(
     q: Tensor, sink: Tensor, cos_sin: Tensor | None, query_eps: float | None, owners: Tensor | None
 ) -> None:
@@ -326,7 +380,6 @@ def _check_workspace(
         require_same_device("q", q, semaphores=semaphores)
 
 
-@once
 def _check_outputs(q: Tensor, out: Tensor | None, out_rows: Rows | None) -> int:
     """Check both outputs and return the heads of a group, 1 where nothing is quantised; metadata only."""
     tokens, heads = q.shape[:2]
@@ -350,15 +403,11 @@ def _check_outputs(q: Tensor, out: Tensor | None, out_rows: Rows | None) -> int:
     return heads // groups
 
 
-def _pool_arguments(entries: Entries) -> tuple[Tensor, int]:
-    """Return the pool's bytes and its stride in bytes: that of pages (packed) or of rows (plain)."""
-    pages = entries.pages
-    if pages.dtype == torch.uint8:
-        return pages, pages.stride(0)
-    return pages.view(torch.uint8), DIM * pages.element_size()
+def _pool_stride(pages: Tensor) -> int:
+    """The pool's stride in bytes: that of pages (packed) or of rows (plain)."""
+    return pages.stride(0) if pages.dtype == torch.uint8 else DIM * pages.element_size()
 
 
-@once
 def _check_sets(
     q: Tensor,
     window: Entries,

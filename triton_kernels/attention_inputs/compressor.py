@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats import checks
 from nvfp4_sgl.limits import MIN_CSA_WINDOW, ROPE_DIM
 
+from ..common.constants import constant
 from ..entries import index_entry, kv_entry
 from ..entries.pool import last_row, last_slot
 from ..plan.batch import Batch
@@ -152,9 +152,9 @@ class Compression:
             last_state_row=last_row(self.state),
             page_stride=self.pages.stride(0),
             last_slot=last_slot(self.pages, self.page_size),
-            N=tl.constexpr(self.compressor.size),
-            PAGE_SIZE=tl.constexpr(self.page_size),
-            RING=tl.constexpr(self.ring),
+            N=constant(self.compressor.norm.shape[0]),
+            PAGE_SIZE=constant(self.page_size),
+            RING=constant(self.ring),
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nvfp4_sgl.formats import checks
 
+from ..common.constants import constant
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import prefetch_constants
 
@@ -98,7 +99,7 @@ class IndexWeights:
             x_row=self.x.stride(0),
             out_row=self.out.stride(0),
             programs=self.programs,
-            PADDED=tl.constexpr(padded_tokens(tokens)),
+            PADDED=constant(padded_tokens(tokens)),
         )
 
 

@@ -20,6 +20,7 @@ from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.limits import MAX_NORM_WIDTH
 
+from ..common.constants import constant
 from ..common.integers import next_power_of_2
 from ..common.rope import require_cos_sin, require_norm_weight
 from ..common.rounding import round_for, round_to_bf16
@@ -140,8 +141,8 @@ class Latents:
             kv_row=self.kv.stride(0),
             page_stride=self.pages.stride(0),
             last_slot=last_slot(self.pages, self.page_size),
-            PAGE_SIZE=tl.constexpr(self.page_size),
-            BLOCK=tl.constexpr(next_power_of_2(width)),
+            PAGE_SIZE=constant(self.page_size),
+            BLOCK=constant(next_power_of_2(width)),
         )
 
 

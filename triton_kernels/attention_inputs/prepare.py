@@ -10,6 +10,7 @@ compressors' warps and registers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -146,26 +147,40 @@ def prepare_attention(
         OperandValueError: a shape, stride, alignment or device is not as documented there, the ratios of ``calls`` are
             not one of the combinations above, or the workspace is too small.
     """
-    _check(latents, tuple(calls), batch, frequencies, workspace, index_weights)
-    if not batch.tokens:
-        return
-    large = not batch.is_decode and (planned_tokens or batch.tokens) >= TWO_LAUNCH_MIN_TOKENS
-    if latents is not None and calls and large:
-        _launch(None, calls, batch, frequencies, workspace, None, large)
-        _launch(latents, (), batch, frequencies, workspace, None, large)
-    else:
-        _launch(latents, calls, batch, frequencies, workspace, index_weights, large)
+    for launch in _bind(latents, tuple(calls), batch, frequencies, workspace, index_weights, planned_tokens):
+        _attention_inputs[launch.grid](
+            PassArguments.of(batch, frequencies) if launch.compresses else (),
+            latents.arguments() if latents is not None and launch.stores else (),
+            tuple([call.arguments() for call in calls]) if launch.compresses else (),
+            workspace if launch.has_workspace else (),
+            index_weights.arguments() if index_weights is not None and launch.weighs else (),
+            *launch.sizes,
+            **launch.options,
+        )
 
 
-def _launch(
+class _Launch(NamedTuple):
+    """One launch of operands that look the same.
+
+    ``compresses``, ``stores``, ``weighs``: whether compressors, latents and index weights are part of it.
+    """
+
+    grid: tuple[int]
+    compresses: bool
+    stores: bool
+    has_workspace: bool
+    weighs: bool
+    sizes: tuple[int, int, int, int]
+    options: dict[str, Any]
+
+
+def _plan(
     latents: Latents | None,
-    calls: Sequence[Compression],
+    calls: tuple[Compression, ...],
     batch: Batch,
-    frequencies: Tensor,
-    workspace: Workspace | None,
     index_weights: IndexWeights | None,
     large: bool,
-) -> None:
+) -> _Launch:
     tokens, requests = batch.tokens, batch.requests.shape[0]
     ratio = calls[0].compressor.ratio if calls else 0
     units = unit_limit(tokens, requests, ratio) if calls else 1
@@ -182,33 +197,28 @@ def _launch(
     is_fp32 = all(call.kv.dtype == call.score.dtype == torch.float32 for call in calls)
     warps, registers = (TWO_LAUNCH_WARPS, TWO_LAUNCH_MAX_REGISTERS) if large and is_fp32 else (WARPS, MAX_REGISTERS)
     programs += index_weights.programs if index_weights else 0
-    _attention_inputs[(programs + (2 * tokens if latents else 0),)](
-        PassArguments.of(batch, frequencies) if calls else (),
-        latents.arguments() if latents else (),
-        tuple(call.arguments() for call in calls),
-        workspace if ratio == 128 else (),
-        index_weights.arguments() if index_weights else (),
-        groups,
-        ratio,
-        tokens_per_program if calls else 0,
-        padded if calls else 0,
-        num_warps=warps[ratio],
-        maxnreg=registers[ratio],
-        **UNFUSED,
-        **OVERLAPPED,
+    return _Launch(
+        grid=(programs + (2 * tokens if latents else 0),),
+        compresses=bool(calls),
+        stores=latents is not None,
+        has_workspace=ratio == 128,
+        weighs=index_weights is not None,
+        sizes=(groups, ratio, tokens_per_program if calls else 0, padded if calls else 0),
+        options={"num_warps": warps[ratio], "maxnreg": registers[ratio], **UNFUSED, **OVERLAPPED},
     )
 
 
 @checks.once
-def _check(
+def _bind(
     latents: Latents | None,
     calls: tuple[Compression, ...],
     batch: Batch,
     frequencies: Tensor,
     workspace: Workspace | None,
     index_weights: IndexWeights | None,
-) -> None:
-    """Refuse what :func:`prepare_attention` cannot read or write; metadata only."""
+    planned_tokens: int | None,
+) -> tuple[_Launch, ...]:
+    """Refuse what :func:`prepare_attention` cannot read or write; metadata only. The launches of the rest."""
     op = "prepare_attention"
     batch.check(op)
     for call in calls:
@@ -227,3 +237,9 @@ def _check(
     if latents is not None:
         checks.require_shape(f"{op}: kv of latents", latents.kv, (batch.tokens, latents.kv.shape[-1]), "[T, 512]")
         latents.check()
+    if not batch.tokens:
+        return ()
+    large = not batch.is_decode and (planned_tokens or batch.tokens) >= TWO_LAUNCH_MIN_TOKENS
+    if latents is not None and calls and large:
+        return _plan(None, calls, batch, None, large), _plan(latents, (), batch, None, large)
+    return (_plan(latents, calls, batch, index_weights, large),)

@@ -22,7 +22,7 @@ Floor: 4 bytes a pair and 4 a padded row written.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,6 +38,7 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 
+from ..common.constants import constant
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 
@@ -72,6 +73,16 @@ class RouteArguments(NamedTuple):
     groups: int
     BINS: tl.constexpr
     TILE: tl.constexpr
+
+
+class Counted(NamedTuple):
+    """The launches of :func:`place_counted`, for so many blocks: grids, and compile-time constants."""
+
+    blocks: int
+    scan_grid: tuple[int]
+    scan: dict[str, Any]
+    place_grid: tuple[int]
+    place: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -185,9 +196,23 @@ class Routes:
             counts=self.counts,
             starts=self.starts,
             rows=self.source_row.shape[0],
-            groups=self.groups,
-            BINS=tl.constexpr(self.bins),
-            TILE=tl.constexpr(self.tile),
+            groups=self.offsets.shape[0],
+            BINS=constant(_bins(self.offsets.shape[0])),
+            TILE=constant(self.tile),
+        )
+
+    @once
+    def counted(self) -> Counted | None:
+        """The launches that place pairs whose visits blocks of tokens have counted; None if one program sorts all."""
+        blocks = _counted_blocks(self.tokens, self.topk)
+        if blocks == 0:
+            return None
+        pairs = COUNTED_BLOCK_TOKENS * self.topk
+        block = min(next_power_of_2(blocks), 256)
+        scan = {"BINS": self.bins, "GROUPS": SCAN_BLOCK_GROUPS, "BLOCK_B": block, "num_warps": 8}
+        place = {"TOPK": self.topk, "BLOCK_PAIRS": pairs, "LENGTH": max(next_power_of_2(pairs), 128), "num_warps": 4}
+        return Counted(
+            blocks, (self.bins // SCAN_BLOCK_GROUPS,), {**scan, **OVERLAPPED}, (blocks,), {**place, **OVERLAPPED}
         )
 
 
@@ -370,31 +395,13 @@ def _place(out, pairs, TOPK: tl.constexpr, BLOCK_PAIRS: tl.constexpr, LENGTH: tl
     tl.store(out.source_row + row, pair // TOPK, mask=routed)
 
 
-def place_counted(out: Routes) -> None:
+def place_counted(out: Routes, arguments: RouteArguments, counted: Counted) -> None:
     """Launch the prefix sum and the placement of pairs whose blocks :func:`count_visits` has counted, over padding.
 
     Args:
         out: routes whose ``experts`` and ``starts`` are written and whose ``source_row`` is all padding;
             ``source_row``, ``destination``, ``offsets`` and ``counts`` are written.
+        arguments, counted: of these routes.
     """
-    blocks = _counted_blocks(out.tokens, out.topk)
-    _scan[(out.bins // SCAN_BLOCK_GROUPS,)](
-        out.starts,
-        out.counts,
-        blocks,
-        out.groups,
-        BINS=out.bins,
-        GROUPS=SCAN_BLOCK_GROUPS,
-        BLOCK_B=min(next_power_of_2(blocks), 256),
-        num_warps=8,
-        **OVERLAPPED,
-    )
-    _place[(blocks,)](
-        out.arguments(),
-        out.experts.numel(),
-        TOPK=out.topk,
-        BLOCK_PAIRS=COUNTED_BLOCK_TOKENS * out.topk,
-        LENGTH=max(next_power_of_2(COUNTED_BLOCK_TOKENS * out.topk), 128),
-        num_warps=4,
-        **OVERLAPPED,
-    )
+    _scan[counted.scan_grid](out.starts, out.counts, counted.blocks, arguments.groups, **counted.scan)
+    _place[counted.place_grid](arguments, out.experts.numel(), **counted.place)

@@ -14,7 +14,7 @@ Floor: the logits read, 16 bytes a pair and 4 a padded row written.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,6 +39,7 @@ from ..plan.batch import PAGE_TOKENS
 from .permutation import (
     COUNTED_BLOCK_TOKENS,
     MAX_GROUPS,
+    Counted,
     Routes,
     count_visits,
     fill_padding,
@@ -281,24 +282,22 @@ def route_topk(
 
     Source: specification §6.1.
     """
-    _check_topk(logits, bias, out, semaphore, shared_expert, window_write)
-    tokens, num_experts = logits.shape
-    _route_topk[_grid(out)](
+    launch = _bind_topk(logits, bias, out, semaphore, shared_expert, window_write)
+    (tokens, num_experts), arguments = logits.shape, out.arguments()
+    _route_topk[launch.grid](
         logits,
         bias,
-        out.arguments(),
+        arguments,
         semaphore,
         window_write,
         tokens,
         logits.stride(0),
         scaling,
         num_experts,
-        TOKENS_AT_ONCE=_tiling(out)[0] if out.is_sorted else COUNTED_BLOCK_TOKENS_AT_ONCE,
-        LINES=next_power_of_2(cdiv(num_experts, 128)),
-        **_options(out, shared_expert, window_write),
+        **launch.constants,
     )
-    if not out.is_sorted:
-        place_counted(out)
+    if launch.counted is not None:
+        place_counted(out, arguments, launch.counted)
 
 
 def route_hash(
@@ -329,13 +328,13 @@ def route_hash(
 
     Source: specification §6.1.
     """
-    _check_hash(logits, table, token_ids, out, semaphore, shared_expert, window_write)
-    tokens, num_experts = logits.shape
-    _route_hash[_grid(out)](
+    launch = _bind_hash(logits, table, token_ids, out, semaphore, shared_expert, window_write)
+    (tokens, num_experts), arguments = logits.shape, out.arguments()
+    _route_hash[launch.grid](
         logits,
         table,
         token_ids,
-        out.arguments(),
+        arguments,
         semaphore,
         window_write,
         tokens,
@@ -343,10 +342,18 @@ def route_hash(
         scaling,
         num_experts,
         table.shape[0],
-        **_options(out, shared_expert, window_write),
+        **launch.constants,
     )
-    if not out.is_sorted:
-        place_counted(out)
+    if launch.counted is not None:
+        place_counted(out, arguments, launch.counted)
+
+
+class _Launch(NamedTuple):
+    """The launch of operands that look the same; ``counted`` launches follow it."""
+
+    grid: tuple[int]
+    constants: dict[str, Any]
+    counted: Counted | None
 
 
 def _tiling(out: Routes) -> tuple[int, int, int]:
@@ -408,9 +415,9 @@ def _check(
 
 
 @once
-def _check_topk(
+def _bind_topk(
     logits: Tensor, bias: Tensor, out: Routes, semaphore: Tensor, shared_expert: bool, window_write: Tensor | None
-) -> None:
+) -> _Launch:
     """Refuse what :func:`route_topk` cannot read or write; metadata only."""
     op = "route_topk"
     _, num_experts = _check(op, logits, out, semaphore, shared_expert, window_write)
@@ -419,10 +426,16 @@ def _check_topk(
     require_contiguous(f"{op}: bias", bias)
     require_same_device("logits", logits, **{f"{op}: bias": bias})
     require_range(f"{op}: topk", out.topk - shared_expert, 1, num_experts)
+    constants = {
+        "TOKENS_AT_ONCE": _tiling(out)[0] if out.is_sorted else COUNTED_BLOCK_TOKENS_AT_ONCE,
+        "LINES": next_power_of_2(cdiv(num_experts, 128)),
+        **_options(out, shared_expert, window_write),
+    }
+    return _Launch(_grid(out), constants, out.counted())
 
 
 @once
-def _check_hash(
+def _bind_hash(
     logits: Tensor,
     table: Tensor,
     token_ids: Tensor,
@@ -430,7 +443,7 @@ def _check_hash(
     semaphore: Tensor,
     shared_expert: bool,
     window_write: Tensor | None,
-) -> None:
+) -> _Launch:
     """Refuse what :func:`route_hash` cannot read or write; metadata only."""
     op = "route_hash"
     tokens, _ = _check(op, logits, out, semaphore, shared_expert, window_write)
@@ -440,3 +453,4 @@ def _check_hash(
         require_dtype(name, tensor, torch.int32, torch.int64)
         require_contiguous(name, tensor)
         require_same_device("logits", logits, **{name: tensor})
+    return _Launch(_grid(out), _options(out, shared_expert, window_write), out.counted())

@@ -19,6 +19,7 @@ and the partial sums of the GEMM take 128 bytes a token and split.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -173,31 +174,32 @@ class SiteState:
         return replace(self, x=self.x[:tokens], post=self.post[:tokens], comb=self.comb[:tokens], quantized=quantized)
 
 
+class _Launch(NamedTuple):
+    """The launch of operands that look the same.
+
+    ``parts``: values of partial sums at the beginning of the workspace; ``sizes``: arguments behind the tensors.
+    """
+
+    grid: tuple[int]
+    parts: int
+    sizes: tuple[int, ...]
+    constants: dict[str, Any]
+
+
 def _launch_site(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[Tensor, Tensor] | None) -> None:
     """Check and launch *pre* of a site, preceded by *post* of the site before if ``after`` is given.
 
     after: the output of the sublayer before, and where the next streams go.
     """
-    _check_launch(op, site, streams, state, after)
-    tokens, _, d = streams.shape
-    if tokens == 0:
+    launch = _bind(op, site, streams, state, after, chip.processors(streams.device))
+    if launch is None:
         return
-    planned, head = state.planned_tokens or tokens, site.is_head
-    tiling = choose_tiling(planned)
-    splits, d_per_split = tiling.splits(planned, d)
-    parts = state.workspace
     output, next_streams = after or (None, streams)
-    site_kernel[(tiling.blocks(tokens) * (splits + tiling.followers(tokens, head)),)](
+    site_kernel[launch.grid](
         streams, output, state.post, state.comb, site.fn, site.base, site.scale, site.norm, next_streams, state.x,
-        () if state.quantized is None else rows_arguments(state.quantized), parts,
-        parts[splits * tokens * COLUMNS.value :], state.semaphores, tokens, d, d_per_split, splits,
-        tiling.lag(tokens, d, head), site.hc_eps, site.norm_eps,
-        POST=after is not None, ROWS=site.fn.shape[1], ITERATIONS=site.iterations, NORM=site.norm is not None,
-        TICKETS=tiling.tickets(tokens, head, chip.processors(streams.device)),
-        EVEN=d % tiling.columns == 0, BLOCK_T=tiling.tokens, BLOCK_D=tiling.columns, STAGES=tiling.stages,
-        COLLAPSED=tiling.collapsed, BALANCED=tiling.balanced, BLOCK_SPLITS=next_power_of_2(splits),
-        BLOCKS=max(next_power_of_2(d) // BLOCK, 1), num_warps=tiling.warps, maxnreg=tiling.registers,
-        **OVERLAPPED,
+        () if state.quantized is None else rows_arguments(state.quantized), state.workspace,
+        state.workspace[launch.parts :], state.semaphores, *launch.sizes, site.hc_eps, site.norm_eps,
+        **launch.constants,
     )  # fmt: skip
 
 
@@ -289,14 +291,36 @@ def hyper_connection_post(
 
 
 @once
-def _check_launch(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[Tensor, Tensor] | None) -> None:
-    """Refuse what the site's kernel cannot read or write; metadata only."""
+def _bind(
+    op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[Tensor, Tensor] | None, processors: int
+) -> _Launch | None:
+    """Refuse what the site's kernel cannot read or write; None if there is nothing to do."""
     _check_streams(op, streams)
     if after is not None:
         _check_output(op, after[0], streams, after[1])
     _check_site(op, site, streams, state)
     if state.quantized is not None:
         check_rows(f"{op}: quantized", state.quantized, streams.shape[:1], streams.shape[2], streams)
+    tokens, _, d = streams.shape
+    if tokens == 0:
+        return None
+    planned, head = state.planned_tokens or tokens, site.is_head
+    tiling = choose_tiling(planned)
+    splits, d_per_split = tiling.splits(planned, d)
+    constants = {
+        "POST": after is not None, "ROWS": site.fn.shape[1], "ITERATIONS": site.iterations,
+        "NORM": site.norm is not None, "TICKETS": tiling.tickets(tokens, head, processors),
+        "EVEN": d % tiling.columns == 0, "BLOCK_T": tiling.tokens, "BLOCK_D": tiling.columns, "STAGES": tiling.stages,
+        "COLLAPSED": tiling.collapsed, "BALANCED": tiling.balanced, "BLOCK_SPLITS": next_power_of_2(splits),
+        "BLOCKS": max(next_power_of_2(d) // BLOCK, 1), "num_warps": tiling.warps, "maxnreg": tiling.registers,
+        **OVERLAPPED,
+    }  # fmt: skip
+    return _Launch(
+        (tiling.blocks(tokens) * (splits + tiling.followers(tokens, head)),),
+        splits * tokens * COLUMNS.value,
+        (tokens, d, d_per_split, splits, tiling.lag(tokens, d, head)),
+        constants,
+    )
 
 
 def _check_streams(op: str, streams: Tensor) -> None:

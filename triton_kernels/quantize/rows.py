@@ -15,13 +15,18 @@ from torch import Tensor
 
 from nvfp4_sgl.formats import checks
 from nvfp4_sgl.formats.rows import Rows
-from nvfp4_sgl.formats.scale_layout import layout_tile, scale_bytes
+from nvfp4_sgl.formats.scale_layout import TOKEN_TILES, layout_tile, scale_bytes
 from nvfp4_sgl.limits import NVFP4_K_MULTIPLE
 
+from ..common.constants import constant
 from .nvfp4 import quantize_row
 
 CODES_ALIGNMENT = 4
 """Alignment of a row's codes in bytes: eight codes, four bytes, are stored at a time."""
+
+
+TILE = {tile: constant(layout_tile(tile)) for tile in TOKEN_TILES}
+"""The rows that share a row of atoms, by the token tile of :class:`Rows`."""
 
 
 class RowsArguments(NamedTuple):
@@ -81,7 +86,7 @@ def rows_arguments(rows: Rows) -> RowsArguments:
         groups=rows.codes.shape[1] if grouped else 1,
         codes_row=rows.codes.stride(0),
         codes_group=rows.codes.stride(1) if grouped else 0,
-        TILE=tl.constexpr(layout_tile(rows.token_tile)),
+        TILE=TILE[rows.token_tile],
     )
 
 

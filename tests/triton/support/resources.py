@@ -109,6 +109,8 @@ def _compile_all(launches: Callable[[], None]) -> list[Resources]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
+    from nvfp4_sgl.formats import checks
+
     stub = _StubDriver()
     driver.set_active(stub)
     run = JITFunction.run
@@ -121,6 +123,7 @@ def _compile_all(launches: Callable[[], None]) -> list[Resources]:
     JITFunction.run = record
     for architecture in ARCHITECTURES:
         stub.architecture = architecture
+        checks.forget()
         launches()
     return [_resources(kernel, architecture) for (architecture, _), kernel in compiled.items()]
 
