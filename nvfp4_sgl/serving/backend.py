@@ -6,6 +6,7 @@ only to prepare each batch's metadata.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from nvfp4_sgl.cache.layer import LayerCache
@@ -19,7 +20,7 @@ from nvfp4_sgl.serving import stages
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.model import require_own_model
 from nvfp4_sgl.serving.rings import rings
-from nvfp4_sgl.serving.sglang import pools, settings
+from nvfp4_sgl.serving.sglang import pools, replays, settings
 from nvfp4_sgl.serving.sglang.ledger import find
 
 
@@ -119,6 +120,22 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         the caller writes to them afterwards.
         """
         self.planner.fill(self.plan, self.request(forward_batch))
+
+
+def prepare_replay(original: Callable[..., None], runner: Any, forward_batch: Any, **rest: Any) -> None:
+    """Hook around what SGLang prepares for a backend before a replay: nothing for ours, whose graphs plan the pass.
+
+    SGLang would slice each of the graph's buffers for it, in every step.
+    """
+    backend = type(replays.planned_alone(runner))
+    if getattr(backend, "init_forward_metadata_out_graph", None) is not PLANS_IN_GRAPH:
+        original(runner, forward_batch, **rest)
+
+
+PLANS_IN_GRAPH = Nvfp4AttentionBackend.init_forward_metadata_out_graph
+"""The preparation of backends whose graphs plan the pass: before a replay it does nothing."""
+HOOKS: dict[str, Callable[..., Any]] = {"prepare_replay": prepare_replay}
+"""What is installed into the scheduler of our model, by name in :data:`nvfp4_sgl.serving.sglang.hooked.HOOKS`."""
 
 
 def require_own_backend(backend: Any) -> None:

@@ -10,6 +10,7 @@ from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.process_exit import stop
 from nvfp4_sgl.serving import (
     arguments,
+    backend,
     finite_logits,
     first_requests,
     grammar_compiler,
@@ -83,7 +84,7 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
             if parallel.tp_rank() == 0:
                 grammar_compiler.prepare()  # forks: before there are threads, and CPUs of its own
             arguments.use_bound_cpus(parallel.tp_rank())
-            hooking.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS | first_requests.HOOKS)
+            hooking.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS | first_requests.HOOKS | backend.HOOKS)
             if settings.draft_algorithm() is not None:
                 on_gpu = descriptor(detect_target()).on_gpu
                 hooking.install_hooks(drafts.hooks(on_gpu=on_gpu, blocks=settings.drafts_blocks()))

@@ -30,6 +30,12 @@ HOOKS = {
     "configure_pool": Private(
         "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator", "sizes exact rows", "kvc"
     ),
+    "prepare_replay": Private(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
+        "_init_replay_attn_metadata_from_view",
+        "builds a batch of slices for a backend before each replay; ours reads none",
+        "self, forward_batch, *, raw_bs, bs, num_tokens, glue_key, attention_variant",
+    ),
     "scheduler_init": Private(
         "sglang.srt.managers.scheduler.Scheduler.__init__",
         "one error instead of a traceback; the opening log lines",
