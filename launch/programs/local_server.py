@@ -38,15 +38,17 @@ def server(
     *,
     seconds: float = START_SECONDS,
     began: Callable[[int], None] = lambda process: None,
+    program: Sequence[str] = ("-m", "sglang.launch_server"),
 ) -> Iterator[str]:
     """A ready SGLang server on ``checkpoint``; yields its address, stops it by its own process group.
 
     Args:
         seconds: limit of its start. began: told the id of its first process, which leads the session of all.
+        program: what Python runs: SGLang's own, or one that calls it with the arguments behind.
     """
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
+    command = [sys.executable, *program, "--model-path", str(checkpoint)]
     command += ["--port", str(port), *arguments]
     print(f"== server: python {' '.join(command[1:])}", flush=True)
     started = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -147,6 +148,19 @@ def test_only_the_exact_path(watched: Server) -> None:
     for path in ("/metricsandmore", "/metrics/more"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             watched.get(path)
+
+
+@pytest.mark.server
+def test_a_step_is_profiled(watched: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As launch/profile_host does: its requests decode while it looks, and are gone afterwards."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "launch"), *sys.path])
+    from programs.profile_host import measure
+
+    found = measure(watched.url, 2, seconds=2.2, tokens=2000)
+    assert not found.own and sum(found.stages.values()) == pytest.approx(found.step)
+    # On a CPU a step computes where it is launched.
+    assert found.stages["run_batch"] > 0.3 * found.step and found.stages["idle"] < 0.3 * found.step
+    flush(watched)
 
 
 @pytest.mark.server

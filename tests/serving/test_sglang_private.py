@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from nvfp4_sgl.serving.sglang import ledger, settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.serving.sglang.private import Private
 from nvfp4_sgl.sglang_defaults import CPU_DEFAULTS
+from tests.packaging.checkout import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,16 @@ def test_a_changed_sglang_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         "sglang.srt.nothing:find: missing (finds)",
         f"{path}: expected parameters (self, name, value), found ({parameters}) (caches)",
     ]
+
+
+def test_what_profiles_of_the_host_go_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages that launch/profile_host names, and the function behind which it times graphs."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "launch"), *sys.path])
+    from programs import profile_host, timed_server
+    from sglang.srt.observability.scheduler_stage_metrics import SCHEDULER_STAGE_CATEGORIES
+
+    assert profile_host.STAGES.keys() == {*SCHEDULER_STAGE_CATEGORIES}
+    assert ledger.parameters(resolve_name(timed_server.HOOKED)) == "self, forward_batch, pp_proxy_tensors"
 
 
 @pytest.mark.parametrize("name", arguments.LAYOUTS)

@@ -1,0 +1,310 @@
+"""Profiles the host's part of a decode step: behind launch/profile_host.
+
+A server with ``--enable-metrics`` runs so many endless requests. SGLang's scheduler counts the seconds of its stages,
+each without those inside it; their shares of a window, times the window's time of a step, are a step's. On a GPU two
+figures stand beside them: a step's own time, that of its graph replayed back to back, and what a step takes beyond
+that. The detokenizer is another process, which no step waits for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from programs.local_server import server
+from programs.soak import descendants
+
+STAGE_SECONDS, DECODED = "sglang:scheduler_stage_seconds_total", "nvfp4_sgl_decode_queries_total"
+"""Metrics: seconds of the scheduler by stage, and tokens that decode passes have run."""
+SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
+STAGES = {
+    "recv_requests": "receive",
+    "process_input_requests": "take in",
+    "get_next_batch_to_run": "schedule",
+    "run_batch": "prepare, replay, sample",
+    "process_batch_result": "process results",
+    "process_queue": "queues of transfers",
+    "sanity_check_cache": "checks of the pools",
+    "idle": "idle",
+    "other": "other",
+}
+"""SGLang's stages in the order of its loop."""
+CONTEXT, PROMPT = 8192, 64
+START_SECONDS, READ_SECONDS, PAUSE = 120.0, 60.0, 0.05
+REPLAY_SECONDS = 60.0
+"""Until every rank has timed a graph."""
+DECODE_SECONDS = 5.0
+"""A window: SGLang adds to its counters once a second."""
+
+
+class ProfileError(Exception):
+    """No figures; the message says why."""
+
+
+def samples(text: str, name: str) -> dict[str, float]:
+    """Values of a metric by its labels, as Prometheus's text has them."""
+    found = (SAMPLE.match(line) for line in text.splitlines())
+    return {one["labels"] or "": float(one["value"]) for one in found if one and one["name"] == name}
+
+
+def label(labels: str, name: str) -> str:
+    """The value of a label."""
+    found = re.search(rf'(?:^|,){name}="([^"]*)"', labels)
+    if found is None:
+        raise ProfileError(f"{STAGE_SECONDS}: expected a label {name}, found {labels}")
+    return found[1]
+
+
+def stage_seconds(text: str) -> dict[str, float]:
+    """Seconds of the scheduler by stage; :class:`ProfileError` if there are none, or one without a name here."""
+    found: dict[str, float] = defaultdict(float)
+    for labels, seconds in samples(text, STAGE_SECONDS).items():
+        found[label(labels, "category")] += seconds
+    if not found:
+        raise ProfileError(f"{STAGE_SECONDS}: not among the server's metrics; start it with --enable-metrics")
+    if unknown := found.keys() - STAGES.keys():
+        raise ProfileError(f"{STAGE_SECONDS}: expected stages {', '.join(STAGES)}, found {', '.join(sorted(unknown))}")
+    return dict(found)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A decode step of ``requests`` requests; times in microseconds.
+
+    Attributes:
+        step: from one to the next. stages: what the scheduler spends of it, by SGLang's names.
+        own: by ranks, the time of its graph alone; empty where there are no graphs.
+    """
+
+    requests: int
+    step: float
+    stages: Mapping[str, float]
+    own: Sequence[float] = field(default=())
+
+    def lines(self) -> Iterator[str]:
+        """The report."""
+        yield f"{self.requests} requests: {self.step:,.0f} us a step"
+        for name, words in STAGES.items():
+            if (us := self.stages.get(name, 0.0)) >= 0.5:
+                yield f"  {words:24} {us:10,.0f} us {us / self.step:6.1%}"
+        if self.own:
+            slowest = max(self.own)
+            yield f"  {'own time of its graph':24} {slowest:10,.0f} us, of the slowest of {len(self.own)} ranks"
+            yield f"  {'step minus own time':24} {self.step - slowest:10,.0f} us"
+        else:
+            yield "  own time: none, as decode steps are not captured in CUDA graphs here"
+
+
+def profiled(before: str, after: str, seconds: float, requests: int, own: Sequence[float] = ()) -> Profile:
+    """The profile of a window of so many seconds, from the server's metrics at its begin and its end."""
+    decoded = sum(samples(after, DECODED).values()) - sum(samples(before, DECODED).values())
+    begun, ended = stage_seconds(before), stage_seconds(after)
+    spent = {name: ended[name] - begun.get(name, 0.0) for name in ended}
+    total = sum(spent.values())
+    if decoded < requests or total <= 0:
+        raise ProfileError(
+            f"{seconds:.1f} s: expected decode steps of {requests} requests, found {decoded:.0f} tokens and"
+            f" {total:.2f} s of stages; ask for more --seconds"
+        )
+    step = seconds * 1e6 * requests / decoded
+    return Profile(requests, step, {name: step * each / total for name, each in spent.items()}, own)
+
+
+def metrics(url: str) -> str:
+    """The server's counters now, as text."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=READ_SECONDS) as answer:
+        return str(answer.read().decode())
+
+
+class Endless:
+    """Requests that decode until they are left; each a stream."""
+
+    def __init__(self, url: str, requests: int, tokens: int) -> None:
+        self._url, self._tokens = url, tokens
+        self._over, self._begun = threading.Event(), threading.Semaphore(0)
+        self._faults: list[str] = []
+        self._threads = [threading.Thread(target=self._decode, args=(n,), daemon=True) for n in range(requests)]
+
+    def _decode(self, number: int) -> None:
+        connection = http.client.HTTPConnection(self._url.removeprefix("http://"), timeout=READ_SECONDS)
+        sampling = {"max_new_tokens": self._tokens, "ignore_eos": True, "temperature": 0}
+        body = {"input_ids": [20 + number % 100] * PROMPT, "sampling_params": sampling, "stream": True}
+        try:
+            connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            if answer.status != http.client.OK:
+                raise ProfileError(f"/generate: expected status 200, found {answer.status}: {answer.read(300)!r}")
+            answer.readline()
+            self._begun.release()
+            while answer.readline() and not self._over.is_set():
+                pass
+            if not self._over.is_set():
+                raise ProfileError(f"a request ended after {self._tokens} tokens; ask for fewer --seconds")
+        except (OSError, http.client.HTTPException, ProfileError) as error:
+            self._faults.append(f"{type(error).__name__}: {error}")
+        finally:
+            connection.close()
+            self._begun.release()
+
+    def __enter__(self) -> Endless:
+        for thread in self._threads:
+            thread.start()
+        deadline = time.monotonic() + START_SECONDS
+        for _ in self._threads:
+            if not self._begun.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                self._over.set()
+                raise ProfileError(f"expected first tokens of {len(self._threads)} requests in {START_SECONDS:.0f} s")
+        self.require_all()
+        return self
+
+    def require_all(self) -> None:
+        """:class:`ProfileError` if a request is over."""
+        if self._faults:
+            self._over.set()
+            raise ProfileError(self._faults[0])
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(timeout=READ_SECONDS)
+
+
+def replay_times(folder: Path, requests: int, ranks: int) -> list[float]:
+    """Microseconds of a replay on each rank, of the least graph that holds so many requests; waits for them."""
+    deadline = time.monotonic() + REPLAY_SECONDS
+    while time.monotonic() < deadline:
+        batches = [int(file.name.partition("-")[0]) for file in folder.iterdir() if not file.suffix]
+        if (batch := min((each for each in batches if each >= requests), default=None)) is not None:
+            files = [folder / f"{batch}-{rank}" for rank in range(ranks)]
+            if all(file.exists() for file in files):
+                return [float(file.read_text()) for file in files]
+        time.sleep(PAUSE)
+    raise ProfileError(f"expected {ranks} ranks to time the graph of {requests} requests in {REPLAY_SECONDS:.0f} s")
+
+
+def measure(
+    url: str, requests: int, *, seconds: float, tokens: int, replays: Path | None = None, ranks: int = 1
+) -> Profile:
+    """The profile of a running server's decode steps.
+
+    Args:
+        tokens: of a request's answer, at most; more than it decodes here.
+        replays: where a server of ``timed_server.py`` writes the times of its graphs, if it has graphs.
+    """
+    with Endless(url, requests, tokens) as running:
+        own = [] if replays is None else replay_times(replays, requests, ranks)
+        begun, before = time.monotonic(), metrics(url)
+        time.sleep(seconds)
+        ended, after = time.monotonic(), metrics(url)
+        running.require_all()
+    return profiled(before, after, ended - begun, requests, own)
+
+
+def spied(process: int, output: Path, seconds: float) -> None:
+    """Record what the Python functions of a process take, as text that flame graphs are made of."""
+    command = ["py-spy", "record", "--format", "raw", "--duration", str(max(1, round(seconds)))]
+    subprocess.run([*command, "--pid", str(process), "--output", str(output)], check=True)
+
+
+def schedulers() -> list[int]:
+    """Scheduler processes among the children of this one, rank by rank."""
+    found = []
+    for process in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{process}/cmdline").read_bytes().startswith(b"sglang::scheduler"):
+                found.append(process)
+    return sorted(found)
+
+
+def checkpoint_of(folder: Path, layers: int, *, on_gpu: bool) -> tuple[Path, list[str]]:
+    """A model, and what its server is asked for."""
+    from benchmarks.flash import write_flash
+
+    from nvfp4_sgl.synthetic.tiny import TinyFormat, write_tiny
+
+    flags = ["--enable-metrics", "--context-length", str(CONTEXT), "--disable-radix-cache"]
+    if not on_gpu:
+        write_tiny(folder, "nvfp4-full", num_hidden_layers=layers)
+        return folder, flags
+    return write_flash(folder, TinyFormat.NVFP4_FULL, layers), [*flags, "--load-format", "dummy"]
+
+
+def run(args: argparse.Namespace, folder: Path) -> list[str]:
+    """Serve and measure at each number of ranks; the report."""
+    from nvfp4_sgl.targets.choose import detect_target
+    from nvfp4_sgl.targets.target import descriptor
+
+    on_gpu = descriptor(detect_target()).on_gpu
+    checkpoint, flags = checkpoint_of(folder / "checkpoint", args.layers, on_gpu=on_gpu)
+    said = [] if on_gpu else ["no GPU: a tiny model on the CPU; its times say nothing of a GPU's"]
+    for ranks in args.tp:
+        replays = folder / f"replays-{ranks}"
+        replays.mkdir()
+        more = ["--tp-size", str(ranks), "--max-running-requests", str(max(args.requests))]
+        timed = (str(Path(__file__).with_name("timed_server.py")), str(replays))
+        program = timed if on_gpu else ("-m", "sglang.launch_server")
+        with server(checkpoint, folder / f"server-{ranks}.log", arguments=[*flags, *more], program=program) as url:
+            for requests in args.requests:
+                found = measure(
+                    url,
+                    requests,
+                    seconds=args.seconds,
+                    tokens=CONTEXT - 2 * PROMPT,
+                    replays=replays if on_gpu else None,
+                    ranks=ranks,
+                )
+                first, *rest = found.lines()
+                said += [f"TP {ranks}, {args.layers} layers, {first}", *rest]
+                if args.py_spy is not None:
+                    with Endless(url, requests, CONTEXT - 2 * PROMPT):
+                        spied(schedulers()[0], args.py_spy / f"tp{ranks}-{requests}.txt", args.seconds)
+    return said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="launch/profile_host", description="Where the host's time of a step goes.")
+    parser.add_argument("--layers", type=int, default=4, metavar="N", help="of the model (%(default)s)")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1], metavar="N", help="sizes of tensor parallelism (1)")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16], metavar="N", help="at once (1 16)")
+    parser.add_argument("--seconds", type=float, default=DECODE_SECONDS, help="of a window (%(default)s)")
+    parser.add_argument("--py-spy", type=Path, metavar="DIR", help="record rank 0's Python functions there, too")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report here, too")
+    args = parser.parse_args()
+    if args.py_spy is not None and shutil.which("py-spy") is None:
+        parser.error("--py-spy: needs the program py-spy on PATH, found none; run: pip install py-spy")
+    for name, values in (("layers", [args.layers]), ("tp", args.tp), ("requests", args.requests)):
+        if min(values) < 1:
+            parser.error(f"--{name}: expected 1 or more, found {min(values)}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        if args.py_spy is not None:
+            args.py_spy.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            lines = run(args, Path(folder))
+    except ProfileError as error:
+        print(f"launch/profile_host: error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines), flush=True)
+    if args.output is not None:
+        args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

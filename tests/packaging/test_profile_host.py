@@ -1,0 +1,200 @@
+"""The parts of launch/profile_host that need no server: what it makes of metrics, and how a server times its graphs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.packaging.checkout import ROOT
+
+LABELS = 'engine_type="unified",model_name="m",tp_rank="0"'
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "launch"), *sys.path])
+
+
+def text(decoded: float, **stages: float) -> str:
+    """Metrics of a server: half of each stage's seconds overlap with the GPU."""
+    lines = ["# HELP nvfp4_sgl_decode_queries_total Tokens.", f"nvfp4_sgl_decode_queries_total{{{LABELS}}} {decoded}"]
+    lines += [
+        f'sglang:scheduler_stage_seconds_total{{category="{name}",{LABELS},forward_overlap="{overlap}"}} {seconds / 2}'
+        for name, seconds in stages.items()
+        for overlap in ("full", "none")
+    ]
+    return "\n".join([*lines, 'sglang:scheduler_stage_seconds_total_created{category="idle"} 1.7e9'])
+
+
+def test_a_step_is_divided_as_the_stages_are() -> None:
+    """400 steps of four requests in two seconds; the counters lag, so that only their shares count."""
+    from programs.profile_host import profiled
+
+    before = text(100, recv_requests=1.0, run_batch=10.0, idle=7.0)
+    after = text(1700, recv_requests=1.25, run_batch=10.5, idle=7.0, process_batch_result=0.25)
+    found = profiled(before, after, 2.0, 4, own=(3000.0, 3500.0))
+    assert found.step == 5000.0
+    assert {name: us for name, us in found.stages.items() if us} == {
+        "recv_requests": 1250.0,
+        "run_batch": 2500.0,
+        "process_batch_result": 1250.0,
+    }
+    said = [" ".join(line.split()) for line in found.lines()]
+    assert said == [
+        "4 requests: 5,000 us a step",
+        "receive 1,250 us 25.0%",
+        "prepare, replay, sample 2,500 us 50.0%",
+        "process results 1,250 us 25.0%",
+        "own time of its graph 3,500 us, of the slowest of 2 ranks",
+        "step minus own time 1,500 us",
+    ]
+    assert "not captured in CUDA graphs here" in [*profiled(before, after, 2.0, 4).lines()][-1]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (text(5, idle=1), text(6, idle=2), "expected decode steps of 2 requests, found 1 tokens"),
+        (text(5, idle=1), text(50, idle=1), "and 0.00 s of stages; ask for more --seconds"),
+        (text(5), text(50), "not among the server's metrics; start it with --enable-metrics"),
+        (text(5, idle=1), text(50, idle=1, think=2), "expected stages recv_requests, .*, other, found think"),
+    ],
+    ids=["no steps", "no stages yet", "no metrics", "another stage"],
+)
+def test_there_are_no_figures_of_nothing(before: str, after: str, said: str) -> None:
+    from programs.profile_host import ProfileError, profiled
+
+    with pytest.raises(ProfileError, match=said):
+        profiled(before, after, 2.0, 2)
+
+
+def test_the_graph_of_a_step_is_the_least_that_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from programs import profile_host
+
+    for name, us in (("1-0", 9), ("1-1", 9), ("8-0", 30), ("8-1", 31), ("16-0", 50), ("16-1", 51), ("4-0.part", 1)):
+        (tmp_path / name).write_text(f"{us}\n")
+    assert profile_host.replay_times(tmp_path, 3, ranks=2) == [30.0, 31.0]
+    monkeypatch.setattr(profile_host, "REPLAY_SECONDS", 0.1)
+    with pytest.raises(profile_host.ProfileError, match="expected 2 ranks to time the graph of 17 requests"):
+        profile_host.replay_times(tmp_path, 17, ranks=2)
+
+
+class Event:
+    """Stands for CUDA's: times are numbers of replays so far, in milliseconds."""
+
+    replays = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.replays
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.waited
+        return (end.at - self.at) * 0.25
+
+
+def test_each_graph_is_timed_once_behind_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from programs import timed_server
+
+    def replay(key: str, batch: object) -> None:
+        assert key == "graph" and batch == "batch"
+        Event.replays += 1
+
+    monkeypatch.setenv(timed_server.FOLDER, str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(timed_server, "_steps", Counter())
+    model = SimpleNamespace(is_draft_worker=False, tp_rank=1)
+    runner = SimpleNamespace(
+        bs=8, model_runner=model, backend=SimpleNamespace(replay=replay), _replay_graph_key="graph"
+    )
+    original = lambda runner, batch, pp_proxy_tensors=None: ("output", pp_proxy_tensors)  # noqa: E731
+    for step in range(1, 2 * timed_server.STEPS_BEFORE):
+        assert timed_server.execute(original, runner, "batch", pp_proxy_tensors=step) == ("output", step)
+        assert (tmp_path / "8-1").exists() == (step >= timed_server.STEPS_BEFORE)
+    # One before the first event, and nothing else beside those that are timed.
+    assert Event.replays == timed_server.REPLAYS + 1
+    assert float((tmp_path / "8-1").read_text()) == 250.0 and len([*tmp_path.iterdir()]) == 1
+    model.is_draft_worker, runner.bs = True, 16
+    for _ in range(timed_server.STEPS_BEFORE):
+        timed_server.execute(original, runner, "batch")
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+REGISTRY = """
+class HookType:
+    AROUND = "around"
+class HookRegistry:
+    hooks = []
+    register = classmethod(lambda cls, *hook: cls.hooks.append(hook))
+"""
+SERVER = """
+import multiprocessing, sys
+from sglang.worker import show
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    show("server", sys.argv[1:])
+    worker = multiprocessing.Process(target=show, args=("scheduler", []))
+    worker.start()
+    worker.join()
+"""
+WORKER = """
+from sglang.srt.plugins.hook_registry import HookRegistry
+def show(who, arguments):
+    print(who, arguments, [(path, hook.__name__, kind) for path, hook, kind in HookRegistry.hooks], flush=True)
+"""
+
+
+def test_scheduler_processes_have_the_hook(tmp_path: Path) -> None:
+    """SGLang spawns them; here a stand-in does."""
+    plugins = tmp_path / "sglang" / "srt" / "plugins"
+    plugins.mkdir(parents=True)
+    (plugins / "hook_registry.py").write_text(REGISTRY)
+    (tmp_path / "sglang" / "launch_server.py").write_text(SERVER)
+    (tmp_path / "sglang" / "worker.py").write_text(WORKER)
+    for folder in (tmp_path / "sglang", plugins.parent, plugins):
+        (folder / "__init__.py").touch()
+    program = ROOT / "launch" / "programs" / "timed_server.py"
+    done = subprocess.run(
+        [sys.executable, program, tmp_path / "times", "--port", "1"],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    hook = "[('sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute', 'execute', "
+    assert done.stdout.splitlines() == [f"server ['--port', '1'] {hook}'around')]", f"scheduler [] {hook}'around')]"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--tp", "0"], "--tp: expected 1 or more, found 0"),
+        (["--requests", "4", "-1"], "expected"),
+        (["--py-spy", "x"], "--py-spy: needs the program py-spy on PATH, found none; run: pip install py-spy"),
+    ],
+)
+def test_wrong_options_are_told_before_a_server_starts(
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from programs import profile_host
+
+    def run(*given: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(profile_host, "run", run)
+    monkeypatch.setattr(profile_host.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["profile_host", *given])
+    with pytest.raises(SystemExit):
+        profile_host.main()
+    assert said in capsys.readouterr().err
