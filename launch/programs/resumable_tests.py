@@ -57,7 +57,7 @@ PIECES = {
     **dict.fromkeys(("attention_inputs", "attention_splits", "compressor", "indexer", "router_logits", "streams"), 2),
     "server_formats": 5,
     "ranks": 2,
-    "drafted_server": 2,
+    "drafted_server": 3,
 }
 """Files of tests that run in so many pieces, each a part; the others are one. Compiled one after the other, the tests
 of ``quantized_attention`` and ``topk`` had not ended after 415 s, with cores left (H200, 2026-11-25). A server with its

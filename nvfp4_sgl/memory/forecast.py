@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
+from nvfp4_sgl.checkpoint.drafts import Draft, DraftKind
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
@@ -173,13 +174,15 @@ def forecast(
     sizes = (setting.requests, setting.context)
     server = bytes_per_server(config, *sizes, stage, setting.rings, setting.round_tokens)
     token = bytes_per_token(config, setting.row_bytes, setting.swa_ratio, stage, setting.rings)
+    estimated = _estimated(config, descriptor(target, mode), setting)
     if setting.draft is not None:
         draft, layers = verified.draft(), len(config.stage(stage))
         assert draft is not None and draft.kind is setting.draft, "what a server has checked before"
         weights["draft"] = draft_weight_bytes(config, draft, target, setting.owner, mode)
         rows = (setting.row_bytes, setting.swa_ratio)
         token["draft"] = draft_bytes_per_token(config, token, *rows, stages=draft.stages, layers=layers)
-    estimated = _estimated(config, descriptor(target, mode), setting)
+        if draft.kind is DraftKind.DSPARK:
+            estimated |= dspark_buffers(config, draft, setting)
     return Forecast(setting, weights, server, token, estimated, None, None).with_free(free)
 
 
@@ -202,6 +205,17 @@ def _estimated(config: ModelConfig, chosen: Descriptor, setting: Setting) -> dic
         "index scores of graphs": scores,
         "CUDA context, kernels, graphs": GPU_RUNTIME_BYTES,
     }
+
+
+def dspark_buffers(config: ModelConfig, draft: Draft, setting: Setting) -> dict[str, int]:
+    """Buffers of DSpark's passes: what a chunk's pass captures, with its projection in fp32 and normalised; the logits
+    of blocks of as many requests as there may be.
+    """
+    (projection,) = draft.projections
+    features, captured = projection.shape
+    rows = captured * setting.dtype_bytes + features * (4 + setting.dtype_bytes)
+    guesses = setting.requests * (setting.round_tokens - 1)
+    return {"DSpark's context of a chunk": setting.chunk * rows, "DSpark's logits": guesses * config.vocab_size * 4}
 
 
 def gb(nbytes: float) -> str:

@@ -171,6 +171,7 @@ HOPPER = Descriptor(
     boundaries_in="nvfp4_sgl.targets.fused:w4a16_boundaries",
     gemm_bytes_in="nvfp4_sgl.targets.weight_bytes:hopper",
     drafts=True,
+    drafts_blocks=True,
     gpu_in="nvfp4_sgl.targets.gpus:H200",
     note="matrices that are not NVFP4 are dequantised to bf16 at load, with one routed expert all experts of its layer."
     " FP8 ones with UE8M0 scales stay FP8; servers of tiny models have run so on an H200",
@@ -215,6 +216,7 @@ HOPPER_W4A4 = Descriptor(
     only_nvfp4_experts=True,
     fp32_sums=True,
     drafts=True,
+    drafts_blocks=True,
     note="activations are rounded to NVFP4 and MXFP8 as on SM100 and multiplied in bf16, for accuracy and not for"
     " speed; servers of tiny models have run so on an H200",
 )

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(470), TWO
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafted]:
-    with drafted_server.drafted(tmp_path_factory.mktemp("drafted"), 3, "--tp-size", "2") as found:
+    with drafted_server.drafted(tmp_path_factory.mktemp("drafted"), drafted_server.mtp(3), "--tp-size", "2") as found:
         yield found
 
 

@@ -1,6 +1,7 @@
-"""A server that drafts on this GPU: SGLang's EAGLE worker, its kernels and CUDA graphs around our model and draft.
+"""A server that drafts on this GPU: SGLang's EAGLE and DSpark workers and CUDA graphs around our model and drafts.
 
-``tests/serving/test_drafted.py`` runs more of it on a CPU server, ``test_drafted_ranks.py`` two ranks.
+``tests/serving/test_drafted.py`` and ``test_drafted_dspark.py`` there run more of it on a CPU server,
+``test_drafted_ranks.py`` here two ranks with MTP.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from tests.support.drafted_server import Drafted
 pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(470)]
 
 
-@pytest.fixture(scope="module", params=[3, 1], ids=["steps3", "steps1"])
+DRAFTS = {"steps3": drafted_server.mtp(3), "steps1": drafted_server.mtp(1), "dspark": drafted_server.DSPARK}
+
+
+@pytest.fixture(scope="module", params=[*DRAFTS.values()], ids=[*DRAFTS])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafted]:
     with drafted_server.drafted(tmp_path_factory.mktemp("drafted"), request.param) as found:
         yield found

@@ -160,3 +160,85 @@ def test_context_by_the_plans_of_the_target(run: native.Run, tmp_path: Path) -> 
     own = replace(config, num_hidden_layers=3, layer_kinds=(LayerKind.SWA,) * 3)
     for ours, theirs in zip(written(verified, run, config), written(verified, run, own), strict=True):
         assert ours.any() and torch.equal(ours, theirs)
+
+
+@torch.no_grad()
+def rounds(verified: Verified, run: native.Run, *, in_graphs: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """(guesses of rounds as a server runs them, the stages' windows behind them); the first round is always eager."""
+    fields = DsparkConfig.parse(verified.raw, verified.config)
+    rig = Drafting(verified, run.target, run.mode, torch.bfloat16, blocks=fields.stages)
+    draft, caches, requests = DsparkDraft(rig.context, fields), rig.caches.layers, len(PROMPTS)
+    width, layers = rig.config.hidden_size, len(fields.captured_layers)
+
+    def means(tokens: int, seed: int) -> Tensor:
+        return rig.given(torch.randn(tokens, layers * width, generator=torch.Generator().manual_seed(seed)))
+
+    draft.inject(means(sum(PROMPTS), 0), rig.step([0] * requests, PROMPTS), caches)
+    head = rig.given(torch.randn(rig.config.vocab_size, width, generator=torch.Generator().manual_seed(1)))
+    lengths, owners = torch.tensor(PROMPTS).to(rig.device), torch.arange(requests).to(rig.device)
+
+    def several(each: int, kind: PassKind) -> PassRequest:
+        """A pass over so many tokens of each request; :func:`place` says where."""
+        positions = torch.empty(requests * each, dtype=torch.int64, device=rig.device)
+        return PassRequest(positions, owners, torch.empty_like(lengths), kind, tokens_each=each)
+
+    def place(request: PassRequest) -> None:
+        rows = torch.arange(request.tokens_each, device=rig.device)
+        request.positions.copy_((lengths[:, None] + rows).flatten())
+        torch.add(lengths, request.tokens_each, out=request.ends)
+
+    block, verify = several(fields.block, PassKind.BLOCK), several(EACH, PassKind.VERIFY)
+    ids = torch.full((requests * fields.block,), fields.noise_token).to(rig.device)
+    captured, streams = means(requests * EACH, 2), rig.streams(len(ids), seed=5)
+
+    def guess(step: Any) -> Tensor:
+        logits = draft.guesses.logits(draft(streams.clone(), ids, step, caches), head)
+        return draft.guesses.choose(logits.view(requests, fields.block, -1), ids[:: fields.block])
+
+    def write(step: Any) -> Tensor:
+        draft.inject(captured, step, caches)
+        return captured
+
+    works, guesses = ((block, guess), (verify, write)), []
+    passes = [(request, eagerly(rig, request, work)) for request, work in works]
+    for number in range(4):
+        if in_graphs and number == 1:
+            rig.planner.reserve(max(len(request.positions) for request, _ in passes))
+            passes = [(request, in_graph(rig, request, work)) for request, work in works]
+        captured.copy_(means(len(captured), seed=10 + number))
+        streams.copy_(rig.streams(len(ids), seed=20 + number))
+        for request, run_pass in passes:
+            place(request)
+            result = run_pass().clone()
+            if request is block:
+                guesses.append(result.cpu())
+        lengths += 1 + number % EACH
+    return guesses, [packed(cache.swa).pages.cpu() for cache in caches]
+
+
+def eagerly(rig: Drafting, request: PassRequest, work: Callable[[Any], Tensor]) -> Callable[[], Tensor]:
+    """``work`` by a plan of its own each time."""
+    return lambda: work(rig.planner.plan(request))
+
+
+def in_graph(rig: Drafting, request: PassRequest, work: Callable[[Any], Tensor]) -> Callable[[], Tensor]:
+    """A replay of ``work``, captured with its plan."""
+    step, graph = rig.planner.capture(request), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rig.planner.fill(step, request)
+        result = work(step)
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+@pytest.mark.gpu
+def test_rounds_in_graphs(run: native.Run, tmp_path: Path) -> None:
+    """Replays with other lengths guess and write what eager passes do, bit for bit."""
+    verified = tiny(tmp_path, "nvfp4-experts", "dspark")
+    eager, replayed = (rounds(verified, run, in_graphs=in_graphs) for in_graphs in (False, True))
+    for ours, theirs in zip((*eager[0], *eager[1]), (*replayed[0], *replayed[1]), strict=True):
+        assert torch.equal(ours, theirs)

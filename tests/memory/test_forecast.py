@@ -17,7 +17,7 @@ from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
-from nvfp4_sgl.memory.forecast import Forecast, forecast
+from nvfp4_sgl.memory.forecast import Forecast, dspark_buffers, forecast
 from nvfp4_sgl.memory.pools import (
     LEAST_WINDOW_TOKENS,
     bytes_per_server,
@@ -247,6 +247,14 @@ def test_weights_of_drafts(name: str) -> None:
     assert on_hopper == pytest.approx((experts + shared) * 0.5625 + (others - shared) + markov, rel=0.05)
     two = [draft_weight_bytes(config, draft, "sm_90a", Ownership(size=ranks)) for ranks in (1, 2)]
     assert 0.5 < two[1] / two[0] < 0.6
+
+
+def test_buffers_of_dspark() -> None:
+    """Three layers' means of a chunk and their projection; fp32 logits of five guesses of each request."""
+    config = ModelConfig.from_dict(FLASH_DSPARK)
+    setting = Setting(1, 48, 1 << 20, 8192, 2, None, 0.1, 0.85, draft=DraftKind.DSPARK, round_tokens=6)
+    context, logits = dspark_buffers(config, released(FLASH_DSPARK), setting).values()
+    assert context == 8192 * (3 * 4096 * 2 + 4096 * 4 + 4096 * 2) and logits == 48 * 5 * 129280 * 4
 
 
 @pytest.mark.parametrize(("raw", "csa", "hca", "plain"), [(FLASH, 21, 20, 12.2), (PRO, 30, 31, 18.7)])

@@ -192,7 +192,7 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     found = steps_of(monkeypatch, (9, 0))
     assert {name.partition("-")[0] for name in found} == set(resumable_tests.STEPS) - {"pair"}
     formats = [f"server_formats-{number}of5" for number in range(1, 6)]
-    drafted = [f"drafted_server-{number}of2" for number in (1, 2)]
+    drafted = [f"drafted_server-{number}of3" for number in (1, 2, 3)]
     names = ("server", "server_changes", "sm100_server", *formats, "sampling", "crowd", *drafted)
     servers = [f"server-test_{name}" for name in names]
     assert [name for name in found if name.startswith("server")] == [*servers, "server-soak", "server-load"]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,7 +20,7 @@ from nvfp4_sgl.serving.drafts import checks, dspark_checks, simulated
 from nvfp4_sgl.serving.drafts.dspark_checks import GREEDY_DRAFT
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny import write_tiny
-from nvfp4_sgl.targets.target import CPU, SM100
+from nvfp4_sgl.targets.target import CPU, SM100, TARGETS
 from tests.support.damage import remove
 
 NOTHING: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *checks.NEED_ALGORITHM)) | {"tp_size": 1}
@@ -181,7 +182,6 @@ MISFITS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
         "DSPARK",
         "with a DSpark draft, found an MTP draft ('mtp.0.e_proj'); use EAGLE or NEXTN",
     ),
-    "DSPARK on Hopper": ("dspark", "sm_90a", DSPARK, "DSPARK", "not implemented on target sm_90a, only on cpu"),
 }
 
 
@@ -211,6 +211,17 @@ def test_a_draft_that_a_mode_does_not_run(checkpoints: dict[str, Verified]) -> N
     message = r"^target sm_90a, activation_mode w4a4: MTP draft: \d+ of \d+ matrices .*'mtp\.0\.ffn\.experts"
     with pytest.raises(UnsupportedError, match=message):
         checks.check_draft(given, verified, "sm_90a", {"activation_mode": "w4a4"})
+
+
+def test_dspark_on_hopper(checkpoints: dict[str, Verified]) -> None:
+    """And a target that drafts, but computes no blocks."""
+    verified = checkpoints["dspark"]
+    given = NOTHING | DSPARK | {"model_path": str(verified.inventory.directory)}
+    checks.check_draft(given, verified, "sm_90a", {})
+    without = tuple(replace(each, drafts_blocks=each.name == "cpu") for each in TARGETS)
+    message = "^--speculative-algorithm DSPARK: not implemented on target sm_90a, only on cpu; leave"
+    with mock.patch.object(dspark_checks, "targets", lambda: without), pytest.raises(UnsupportedError, match=message):
+        checks.check_draft(given, verified, "sm_90a", {})
 
 
 def test_rows_of_another_block(checkpoints: dict[str, Verified]) -> None:

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
-from nvfp4_sgl.model.contract import PassRequest
+from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.model.contract import PassKind, PassRequest
 from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend, pass_request
+from nvfp4_sgl.serving.drafts import dspark_context
 from nvfp4_sgl.serving.drafts.backend import DraftBackend, DraftSteps, create_decode_backend, create_extend_backend
+from nvfp4_sgl.serving.drafts.dspark_backend import DsparkBackend
 from nvfp4_sgl.serving.sglang.ledger import find
 
 LENGTHS, SLOTS = torch.tensor([7, 130]), torch.tensor([3, 1])
@@ -129,3 +132,50 @@ def test_draft_extend_is_captured() -> None:
 
 def test_a_single_step_needs_no_backend() -> None:
     assert create_decode_backend(print, SimpleNamespace(speculative_num_steps=1)) is None
+
+
+def test_a_captured_block_follows_its_lengths() -> None:
+    """A replay plans nothing anew: the graph fills the plan that it was captured with, by SGLang's buffers."""
+    recorder = Recorder()
+    backend = DsparkBackend.__new__(DsparkBackend)
+    backend.planner = recorder
+    backend.init_cuda_graph_state(2, 10)
+    lengths, info = LENGTHS.clone(), SimpleNamespace(draft_token_num=5)
+    positions = (lengths[:, None] + torch.arange(5)).flatten()
+    block = batch("TARGET_VERIFY", seq_lens=lengths, positions=positions, spec_info=info)
+    backend.init_forward_metadata_out_graph(block, in_capture=True)
+    captured = backend.plan
+    assert (captured.kind, captured.tokens_each, captured.added) == (PassKind.BLOCK, 5, None)
+
+    filled: list[tuple[Any, list[int], bool]] = []
+    backend.planner = SimpleNamespace(
+        fill=lambda step, request: filled.append((step, request.ends.tolist(), request.positions is positions))
+    )
+    for accepted in (0, 3):
+        lengths += accepted
+        backend.init_forward_metadata_out_graph(block)
+        backend.init_forward_metadata_in_graph(block)
+    assert recorder.reserved == 10 and filled == [(captured, [12, 135], True), (captured, [15, 138], True)]
+
+
+def test_windows_of_a_draft_in_other_slots_are_refused() -> None:
+    """The target's plans would write into them at the wrong places."""
+    fed: list[Any] = []
+
+    def worker(own: torch.Tensor) -> Any:
+        target = SimpleNamespace(
+            token_to_kv_pool=SimpleNamespace(full_to_swa_index_mapping=SLOTS),
+            model=SimpleNamespace(feed=lambda *given: fed.append(given)),
+        )
+        runner = SimpleNamespace(
+            token_to_kv_pool=SimpleNamespace(full_to_swa_index_mapping=own),
+            model=SimpleNamespace(draft="draft"),
+            attn_backend=SimpleNamespace(caches="caches"),
+        )
+        return SimpleNamespace(target_worker=SimpleNamespace(model_runner=target), draft_model_runner=runner)
+
+    with pytest.raises(UnsupportedError, match="^draft: expected its windows in the slots of the target's pool"):
+        dspark_context.init_backends(lambda worker: None, worker(SLOTS.clone()))
+    assert not fed
+    dspark_context.init_backends(lambda worker: None, worker(SLOTS))
+    assert fed == [("draft", "caches")]

@@ -33,9 +33,42 @@ from tests.support.server import Server, ServerPool
 FAULTS = Path(__file__).parent / "planted_faults"
 IDS, TOKENS = prompt(100, seed=11), 60
 """Its answer crosses position 128, where entries of both kinds of compressor close."""
-DRAFTED = (
-    *("--speculative-algorithm", "EAGLE", "--enable-metrics"),
-    *("--mem-fraction-static", "0.3", "--chunked-prefill-size", "512"),
+DRAFTED = ("--enable-metrics", "--mem-fraction-static", "0.3", "--chunked-prefill-size", "512")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What drafts.
+
+    Attributes:
+        kind: of the checkpoint's draft. flags: of the server.
+        rows: of a round. words: what the server says of it.
+        captured: what its log says of the draft's graphs. missing: what it must not.
+    """
+
+    kind: str
+    flags: tuple[str, ...]
+    rows: int
+    words: str
+    captured: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+
+def mtp(steps: int) -> Draft:
+    """MTP with so many steps."""
+    flags = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps))
+    extend, decode = (f"Capture draft {name} CUDA graph end" for name in ("extend", "decode"))
+    several = steps > 1
+    graphs = (extend, decode) if several else (extend,)
+    return Draft("mtp", flags, steps + 1, f"MTP, {steps} step", graphs, () if several else (decode,))
+
+
+DSPARK = Draft(
+    "dspark",
+    ("--speculative-algorithm", "DSPARK"),
+    6,
+    "DSpark, blocks of 5 tokens",
+    ("Capture draft verify CUDA graph end", "(greedy draft) folded into the draft cuda graph"),
 )
 
 
@@ -44,7 +77,7 @@ class Drafted:
     """A server, and what it is held against."""
 
     server: Server
-    steps: int
+    draft: Draft
     target: str
     checkpoint: Path
     guesses: Guesses
@@ -63,19 +96,18 @@ class Drafted:
 
 
 @contextmanager
-def drafted(folder: Path, steps: int, *flags: str) -> Iterator[Drafted]:
-    """A server on a tiny checkpoint with an MTP draft, whose experts two ranks can share."""
+def drafted(folder: Path, draft: Draft, *flags: str) -> Iterator[Drafted]:
+    """A server on a tiny checkpoint with a draft, whose experts two ranks can share."""
     (target,) = native.targets()
     shapes = {**SHAPES, "moe_intermediate_size": 128}
-    checkpoint = native.write_checkpoint(target, folder / "tiny", seed=3, draft="mtp", **shapes)
+    checkpoint = native.write_checkpoint(target, folder / "tiny", seed=3, draft=draft.kind, **shapes)
     (folder / "planted").mkdir()
     guesses, pool = Guesses(folder / "planted"), ServerPool(folder)
     environment = guesses.environment(FAULTS, "nan rows")
     with bf16_logprobs.references(checkpoint, capacity=1024, mode=native.MODES[target]) as references:
         try:
-            given = (*FLAGS, *DRAFTED, "--speculative-num-steps", str(steps), *flags)
-            server = pool(checkpoint, *given, environment=environment)
-            yield Drafted(server, steps, target, checkpoint, guesses, references)
+            server = pool(checkpoint, *FLAGS, *DRAFTED, *draft.flags, *flags, environment=environment)
+            yield Drafted(server, draft, target, checkpoint, guesses, references)
         finally:
             pool.close()
 
@@ -94,11 +126,11 @@ def require_greedy(found: dict[str, Any]) -> None:
 
 def check_graphs(drafted: Drafted) -> None:
     """The target's and the draft's; the server says what drafts."""
-    server, steps, answer = drafted.server, drafted.steps, drafted.answer
+    server, draft, answer = drafted.server, drafted.draft, drafted.answer
     text = server.text()
-    assert len(answer) == TOKENS and server.info()["draft"].startswith(f"MTP, {steps} step")
-    assert "cuda graph: True" in text and "Capture draft extend CUDA graph end" in text
-    assert ("Capture draft decode CUDA graph end" in text) is (steps > 1)
+    assert len(answer) == TOKENS and server.info()["draft"].startswith(draft.words)
+    assert all(words in text for words in ("cuda graph: True", *draft.captured))
+    assert not any(words in text for words in draft.missing)
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as metrics:
         assert "spec_accept_length" in metrics.read().decode()
 
@@ -108,7 +140,7 @@ def check_guesses(drafted: Drafted) -> None:
 
     Rejections come at each place of a window of 4, and around the end of one of 128.
     """
-    server, guesses, answer, rows = drafted.server, drafted.guesses, drafted.answer, drafted.steps + 1
+    server, guesses, answer, rows = drafted.server, drafted.guesses, drafted.answer, drafted.draft.rows
     answers: list[dict[str, Any]] = [generate(server, IDS, TOKENS, top_logprobs_num=2)]
     lengths = []
     for wrong in (range(0), range(256), *(random.Random(seed).sample(range(256), 100) for seed in range(2))):

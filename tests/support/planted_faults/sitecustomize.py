@@ -1,10 +1,12 @@
 """Put on PYTHONPATH, with PLANTED_FAULT naming one of FAULTS, or several, to have every process make it."""
 
+import importlib
 import importlib.util
 import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 specification = importlib.util.spec_from_file_location("on_import", Path(__file__).parents[1] / "on_import.py")
 assert specification is not None and specification.loader is not None
@@ -94,63 +96,83 @@ def _lost_share(model):
     model.all_reduce, model.reduce_scatter = map(all_but_one, (model.all_reduce, model.reduce_scatter))
 
 
-def _guesses(model):
+MAX_SEQUENCES, MAX_LENGTH = 32, 1 << 14
+"""Of what is guessed by."""
+
+
+class _Planted:
     """While the file that PLANTED_GUESSES names is there, a draft guesses by it, whatever it has computed.
 
     The file holds ``sequences`` of token ids, and the ``wrong`` ones of the positions that are guessed, modulo 256. It
-    is read in passes that no graph runs: the draft's over a prompt among them. What it says lies on the device, where
-    graphs read it, too.
+    is read in passes that no graph runs, those over a prompt among them. What it says lies on the device, where graphs
+    read it, too.
     """
-    import torch
 
-    file, planted, before = Path(os.environ["PLANTED_GUESSES"]), dict[str, torch.Tensor](), [""]
-    original = model.MtpForCausalLM.forward
+    def __init__(self):
+        self.file, self.before = Path(os.environ["PLANTED_GUESSES"]), ""
+        self.ids = None
 
-    def read(device):
+    def read(self, device):
         """Token ids, -1 where there are none, with two columns more than the longest sequence may have."""
-        if not planted:
-            planted["ids"] = torch.full((MAX_SEQUENCES, MAX_LENGTH + 2), -1, device=device)
-            planted["wrong"] = torch.zeros(256, dtype=torch.int64, device=device)
-            planted["active"] = torch.zeros(1, dtype=torch.bool, device=device)
-        text = file.read_text() if file.exists() else ""
-        if text != before[0]:
+        import torch
+
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        if self.ids is None:
+            self.ids = torch.full((MAX_SEQUENCES, MAX_LENGTH + 2), -1, device=device)
+            self.wrong = torch.zeros(256, dtype=torch.int64, device=device)
+            self.active = torch.zeros(1, dtype=torch.bool, device=device)
+        text = self.file.read_text() if self.file.exists() else ""
+        if text != self.before:
             said = json.loads(text or '{"sequences": [], "wrong": []}')
-            planted["ids"].fill_(-1)
-            for row, ids in zip(planted["ids"], said["sequences"], strict=False):
+            self.ids.fill_(-1)
+            for row, ids in zip(self.ids, said["sequences"], strict=False):
                 row[: len(ids)] = torch.tensor(ids, device=device)
-            planted["wrong"].zero_()
-            planted["wrong"][list(said["wrong"])] = 1
-            planted["active"].fill_(bool(text))
-            before[0] = text
+            self.wrong.zero_()
+            self.wrong[list(said["wrong"])] = 1
+            self.active.fill_(bool(text))
+            self.before = text
+
+    def behind(self, positions, tokens):
+        """What follows ``tokens``, int [T], each of which follows the one at its position; 0 where nothing is known."""
+        import torch
+
+        at = positions.clamp(max=MAX_LENGTH - 1)
+        found = (self.ids[:, at + 1] == tokens) & (tokens >= 0)
+        right = self.ids[:, at + 2].where(found, -1).amax(0)
+        return torch.where(right >= 0, right + self.wrong[(at + 2) % 256], 0)
+
+    def over(self, logits, guesses):
+        """``logits`` [T, vocabulary], of which ``guesses`` are the likeliest while there is a file."""
+        import torch
+
+        said = torch.zeros_like(logits).scatter_(1, guesses[:, None] % logits.shape[1], 1e6)
+        return torch.where(self.active, said, logits)
+
+
+def _guesses(model):
+    """MTP's draft guesses by what is planted."""
+    planted, original = _Planted(), model.MtpForCausalLM.forward
 
     def forward(self, input_ids, positions, forward_batch, input_embeds=None):
         output = original(self, input_ids, positions, forward_batch, input_embeds)
         logits = output.next_token_logits
-        if not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
-            read(logits.device)
+        planted.read(logits.device)
         # A row's token follows its position: it guesses what follows that.
-        at = positions.clamp(max=MAX_LENGTH - 1)
-        found = (planted["ids"][:, at + 1] == input_ids) & (input_ids >= 0)
-        right = planted["ids"][:, at + 2].where(found, -1).amax(0)
-        guesses = torch.where(right >= 0, right + planted["wrong"][(at + 2) % 256], 0)
+        guesses = planted.behind(positions, input_ids)
         if len(guesses) > len(logits):
             rows = getattr(forward_batch.spec_info, "select_index", None)
             guesses = guesses[forward_batch.extend_seq_lens.cumsum(0) - 1 if rows is None else rows]
-        said = torch.zeros_like(logits).scatter_(1, guesses[:, None] % logits.shape[1], 100.0)
-        logits.copy_(torch.where(planted["active"], said, logits))
+        logits.copy_(planted.over(logits, guesses))
         return output
 
     model.MtpForCausalLM.forward = forward
 
 
-MAX_SEQUENCES, MAX_LENGTH = 32, 1 << 14
-"""Of what is guessed by."""
-
-
 def _nan_rows(model):
     """While the file that PLANTED_NAN names is there, the logits of a round behind the token that it holds are NaN.
 
-    As of :func:`_guesses`, passes that no graph runs read it.
+    As of :class:`_Planted`, passes that no graph runs read it.
     """
     import torch
 
@@ -171,29 +193,36 @@ def _nan_rows(model):
 
 
 def _blocks(model):
-    """The same of DSpark's draft, whose pass guesses what follows each position of a block."""
-    file = Path(os.environ["PLANTED_GUESSES"])
+    """The same of DSpark's draft, whose pass guesses what follows each position of a block.
+
+    Where graphs run its passes, the target's over a prompt reads the file.
+    """
+    target = importlib.import_module("nvfp4_sgl.serving.model").DeepseekV4ForCausalLM
+    planted, feed = _Planted(), target._feed_context
+    guesses: list[Any] = []
     forward, logits = model.DsparkForCausalLM.forward, model.DsparkForCausalLM.compute_base_logits
-    planted: list[int] = []
+
+    def feed_and_read(self, walk, plan):
+        planted.read(walk.streams.device)
+        feed(self, walk, plan)
 
     def forward_noted(self, input_ids, positions, forward_batch, input_embeds=None):
-        planted.clear()
-        if file.exists():
-            said, block = json.loads(file.read_text()), forward_batch.spec_info.draft_token_num
-            for first, token in zip(positions.tolist()[::block], input_ids.tolist()[::block], strict=True):
-                for position in range(first - 1, first - 1 + block):
-                    token = _guess(said["sequences"], said["wrong"], position, token)
-                    planted.append(token)
+        planted.read(input_ids.device)
+        block = forward_batch.spec_info.draft_token_num
+        token, found = input_ids[::block], []
+        for place in range(block):
+            token = planted.behind(positions[place::block] - 1, token)
+            found.append(token)
+        guesses[:] = found
         return forward(self, input_ids, positions, forward_batch, input_embeds)
 
     def planted_logits(self, hidden):
-        found, features = logits(self, hidden)
-        if planted:
-            found.fill_(0)
-            for row, guess in zip(found, planted, strict=True):
-                row[guess] = 1e6
-        return found, features
+        import torch
 
+        found, features = logits(self, hidden)
+        return planted.over(found, torch.stack(guesses, dim=1).flatten()), features
+
+    target._feed_context = feed_and_read
     model.DsparkForCausalLM.forward, model.DsparkForCausalLM.compute_base_logits = forward_noted, planted_logits
 
 
@@ -222,15 +251,6 @@ def _full_pool(module):
         return original(self, selected_indices)
 
     module.ScheduleBatch.check_decode_mem = check_decode_mem
-
-
-def _guess(sequences, wrong, position, token):
-    """What follows ``token``, which follows the one at ``position``."""
-    for ids in sequences:
-        if position + 2 < len(ids) and ids[position + 1] == token:
-            right = ids[position + 2]
-            return right + 1 if (position + 2) % 256 in wrong else right
-    return 0
 
 
 def _slow(original):
