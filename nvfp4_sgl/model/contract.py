@@ -344,7 +344,7 @@ class DsparkGuesses(Protocol):
 
 @dataclass(frozen=True)
 class DsparkBoundaries:
-    """What only DSpark has on a target.
+    """The boundaries that only DSpark has on a target.
 
     Attributes:
         capture: writes the mean of streams [T, n, d] to columns [T, d] of what ``input`` reads.

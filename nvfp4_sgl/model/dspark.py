@@ -49,7 +49,7 @@ class DsparkDraft(nn.Module):
         self.guesses = parts.guesses(context, last)
 
     def means(self, captured: Sequence[Tensor]) -> Tensor:
-        """What :meth:`inject` takes, from the streams [T, n, d] behind each of the target's captured layers."""
+        """Input of :meth:`inject`, from the streams [T, n, d] behind each of the target's captured layers."""
         tokens, _, width = captured[0].shape
         means = captured[0].new_empty(tokens, len(captured) * width)
         for streams, columns in zip(captured, means.split(width, dim=1), strict=True):

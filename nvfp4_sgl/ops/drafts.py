@@ -20,7 +20,7 @@ def mtp_streams(from_token: Tensor, from_streams: Tensor) -> Tensor:
 
 
 def stream_mean(streams: Tensor) -> Tensor:
-    """What DSpark reads of the target behind a layer: the mean of the streams [T, n, d] there, fp32 [T, d]."""
+    """Mean of the streams [T, n, d] behind a layer, which DSpark reads of the target: fp32 [T, d]."""
     return streams.float().mean(1)
 
 

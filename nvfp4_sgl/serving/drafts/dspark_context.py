@@ -23,7 +23,7 @@ from nvfp4_sgl.serving.sglang import pools
 
 @dataclass(frozen=True)
 class InTheTargetsSlots:
-    """What SGLang carries from the placement of a chunk to its injection; it asks ``positions`` for their device."""
+    """Carried by SGLang from the placement of a chunk to its injection; it asks ``positions`` for their device."""
 
     positions: Tensor
 
