@@ -25,7 +25,13 @@ CASES = (
     pytest.param(
         ("sm_90a", "mtp", ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "2")), marks=pytest.mark.full
     ),
+    pytest.param(
+        ("sm_90a", "dspark", ("--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", "2")),
+        marks=pytest.mark.full,
+    ),
 )
+LAYERS = {"mtp": 3, "dspark": 4}
+"""Of the target, by the draft; SGLang's DSpark worker takes no fewer than four."""
 PROMPTS, TOKENS = [prompt(length) for length in (6, 2)], 6
 """What is asked at once; answers close ratio-4 windows."""
 WRONG = (7, 8)
@@ -43,7 +49,8 @@ def case(request: pytest.FixtureRequest) -> Any:
 def checkpoint(case: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The draft's matrices are FP8 and MXFP4, as in releases."""
     folder = tmp_path_factory.mktemp("tiny")
-    return write_calm(folder, seed=3, format="nvfp4-experts", draft=case[1], **SHAPES)
+    shapes = SHAPES | {"num_hidden_layers": LAYERS[case[1]]}
+    return write_calm(folder, seed=3, format="nvfp4-experts", draft=case[1], **shapes)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +86,8 @@ def test_answers_do_not_depend_on_guesses(server: Server, guesses: Guesses, refe
     second = ask(server)
     assert [found["output_ids"] for found in second] == [found["output_ids"] for found in first]
     rounds = [found["meta_info"]["spec_verify_ct"] for found in (*first, *second)]
-    assert rounds == [TOKENS - 1, TOKENS - 1, 3, 2]
+    assert all(TOKENS - 2 <= one < TOKENS for one in rounds[:2])  # a random draft is hardly ever right
+    assert rounds[2:] == [3, 2]
     compare = distances if case[0] == "sm_100a" else errors
     for answers in (first, second):
         ours, theirs = compare(answers, PROMPTS, references)
