@@ -244,7 +244,7 @@ OF_DSPARK: dict[str, Fixed | Repeats | Elsewhere] = {
     "dspark_markov_rank": Elsewhere("rank of a DSpark draft's bias by the token before"),
     "dspark_noise_token_id": Elsewhere("stands for a block's tokens that are not known yet"),
     "dspark_target_layer_ids": Elsewhere("layers whose streams a DSpark draft reads"),
-    "dspark_markov_head_type": Fixed((None, "vanilla"), "a DSpark draft's bias is a product of two matrices"),
+    "dspark_markov_head_type": Fixed((None, "vanilla"), "of a DSpark draft: its bias is a matrix of low rank"),
     "sample_from_anchor": Fixed((True,), "the first row of a DSpark draft's block is the token that is decided"),
     "dspark_n_routed_experts": Repeats(
         lambda c: c.n_routed_experts, "n_routed_experts", "V4.1's DSpark drafts have fewer experts"
