@@ -31,7 +31,7 @@ LAYERS = 5
 """Pro's first: HCA, HCA, CSA, HCA, CSA. As in Pro the first three are routed by token ids."""
 SHAPES: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
-    "compress_ratios": [*PRO["compress_ratios"][:LAYERS], 0],
+    "compress_ratios": PRO["compress_ratios"][:LAYERS],
     "num_hash_layers": PRO["num_hash_layers"],
     "num_attention_heads": 2 * RANKS,
     "o_groups": PRO["o_groups"],
