@@ -136,7 +136,7 @@ def test_what_fails_after_the_first_tensor_ends_the_process(
     assert "failed half-way" in second and "prefix cache" in second
 
 
-@pytest.mark.parametrize(("algorithm", "device"), [("DSPARK", "cpu"), ("EAGLE", "cuda")])
+@pytest.mark.parametrize(("algorithm", "device"), [("DSPARK", "cuda"), ("EAGLE", "cuda")])
 def test_drafts_that_are_not_replaced(algorithm: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "draft_algorithm", lambda: algorithm)
     monkeypatch.setattr(settings, "resolved", lambda name: device)

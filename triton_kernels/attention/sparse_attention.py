@@ -192,8 +192,8 @@ def sparse_attention(
         extra, extra_slots, extra_lengths = window, window_slots, None
     processors = chip.processors(q.device)
     launch = _bind(
-        q, window, window_slots, window_lengths, extra, extra_slots, extra_lengths, has_extra, sink, cos_sin, query_eps,
-        owners, out, out_rows, splits, tiling, expected_extra, planned_queries, processors,
+        q, (window, window_slots, window_lengths), (extra, extra_slots, extra_lengths), has_extra, sink, cos_sin,
+        query_eps, owners, out, out_rows, splits, tiling, expected_extra, planned_queries, processors,
     )  # fmt: skip
     if partials is None and launch.splits > 1:
         partials = new_partials(q, launch.splits, quantized=out_rows is not None)
@@ -242,15 +242,15 @@ class _Launch(NamedTuple):
     constants: dict[str, Any]
 
 
+_Keys = tuple[Entries, Tensor, Tensor | None]
+"""A pool, the slots of each query in it, and how many of them count."""
+
+
 @once
 def _bind(
     q: Tensor,
-    window: Entries,
-    window_slots: Tensor,
-    window_lengths: Tensor | None,
-    extra: Entries,
-    extra_slots: Tensor,
-    extra_lengths: Tensor | None,
+    window_keys: _Keys,
+    extra_keys: _Keys,
     has_extra: bool,
     sink: Tensor,
     cos_sin: Tensor | None,
@@ -266,7 +266,8 @@ def _bind(
 ) -> _Launch:
     """Refuse operands that the kernels cannot read or write, and choose tiling and splits; metadata only."""
     _check_queries(q, sink, cos_sin, query_eps, owners)
-    _check_sets(q, window, window_slots, window_lengths, extra, extra_slots, extra_lengths)
+    _check_sets(q, *window_keys, *extra_keys)
+    (window, window_slots, window_lengths), (extra, extra_slots, extra_lengths) = window_keys, extra_keys
     tokens, heads = q.shape[:2]
     packed = window.pages.dtype == torch.uint8
     columns = window_slots.shape[1], extra_slots.shape[1] if has_extra else 0
