@@ -124,8 +124,12 @@ def load_hf_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
             f"--model-path {args[0]}: expected a local directory or a name that the hub knows, found no such directory,"
             f" and the hub did not answer with it: {cause}"
         ) from error
-    if is_ours(config) and getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
+    if is_ours(config):
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config
+        if (captured := getattr(config, "dspark_target_layer_ids", None)) is not None:
+            # SGLang reads DSpark's field second. First it chooses layers as DFlash does, which takes four or more.
+            config.target_layer_ids = captured
     return config
 
 

@@ -482,14 +482,17 @@ def test_programs_say_what_rounds_gave(server: Server, tmp_path: Path, capsys: p
 
 def test_a_trained_draft(serve: Callable[..., Server]) -> None:
     """The small model's own: many guesses are right, behind prompts of two chunks, and answers are the decoder's."""
-    model = ROOT / "examples" / "small_model"
     flags = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "1", "--chunked-prefill-size", "256")
-    server = serve(model, *flags)
-    decoder = Standalone(model, requests=1, capacity=1024)
-    rounds = 0
+    assert rounds_of_a_trained_draft(serve, "small_model", *flags) < 3 * 31 / 1.2
+
+
+def rounds_of_a_trained_draft(serve: Callable[..., Server], example: str, *flags: str) -> int:
+    """Rounds of 32 tokens of each of three documents."""
+    model = ROOT / "examples" / example
+    server, decoder, rounds = serve(model, *flags), Standalone(model, requests=1, capacity=1024), 0
     for document in measure.far_documents(3):
         prompt = document.ids[:512]
         found = server.generate(prompt, 32)
         check(decoder, prompt, found)
         rounds += found["meta_info"]["spec_verify_ct"]
-    assert rounds < 3 * 31 / 1.2
+    return rounds

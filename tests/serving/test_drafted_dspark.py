@@ -12,7 +12,7 @@ from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.serving import test_drafted
 from tests.serving.conftest import FAULTS
-from tests.serving.test_drafted import MARGIN, PROMPT, TOKENS, check
+from tests.serving.test_drafted import MARGIN, PROMPT, TOKENS, check, rounds_of_a_trained_draft
 from tests.support.draft_alone import DraftAlone
 from tests.support.prompts import draw_ids
 from tests.support.server import Server
@@ -150,3 +150,9 @@ def test_blocks_of_another_size(
     guess([[*PROMPT, *first]])
     found = server.generate(PROMPT, 20)
     assert check(decoder, PROMPT, found) == first and found["meta_info"]["spec_verify_ct"] == -(-19 // 4)
+
+
+def test_a_trained_draft(serve: Callable[..., Server]) -> None:
+    """Of a model with three layers: SGLang's own choice of layers to capture takes four or more."""
+    rounds = rounds_of_a_trained_draft(serve, "small_model_dspark", "--speculative-algorithm", "DSPARK")
+    assert rounds < 3 * 31 / 1.5
