@@ -140,7 +140,7 @@ def forecast_of(arguments: argparse.Namespace, start: Start, target: str, free: 
 
 @functools.cache
 def _forecast(model: str, layers: int | None, target: str, setting: Setting) -> Forecast:
-    """Of any device. Listing the tensors of Pro takes seconds, so that this is done once for each setting."""
+    """Forecast a rank's memory on any device, once for each setting: to list Pro's tensors takes seconds."""
     raw, config = _config(model, "ours", layers)
     setting.owner.check(config)
     inventory = _AllNvfp4(Path(MODELS[model].name), {})

@@ -58,7 +58,7 @@ class Start:
 
     @property
     def names(self) -> list[str]:
-        """Of all measurements, in their order."""
+        """Names of all measurements, in their order."""
         found = [name for name in OF_A_START if self.engine == "ours" or name != "start"]
         for count in dict.fromkeys([*self.concurrency, *self.trace]):
             found += self.at(count) if count in self.concurrency else ()

@@ -20,7 +20,7 @@ CONDITIONS = (
 )  # fmt: skip
 """Options that change what is measured. Others say how much is, which a run that goes on may change."""
 OF_A_CALL = ("date", "source")
-"""Of what is recorded of a run, what another call of the same command says otherwise; the first call's counts."""
+"""Fields that differ from call to call of a command; those of the first call are kept."""
 
 Found = dict[str, dict[str, Any]]
 """What each measurement found, by server and name."""

@@ -52,7 +52,7 @@ class Drafting:
         self.planner: Any = choice.boundaries.plan(replace(self.context, config=config), self.slots, self.caches.layers)
 
     def caches_of(self, config: ModelConfig) -> LocalCaches:
-        """Of the layers of ``config``, in slots that do not depend on them."""
+        """Caches of the layers of ``config``, in slots that do not depend on them."""
         dtype, device = self.context.dtype, self.device
         return LocalCaches(config, requests=len(PROMPTS), capacity=256, packed=True, dtype=dtype, device=device)
 

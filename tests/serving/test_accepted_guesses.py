@@ -340,7 +340,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [2, 4])
 def test_launches_beside_the_sampling(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of greedy requests that ask for nothing else; the documented number, whatever the number of steps."""
+    """Greedy requests that ask for nothing else take the documented number, whatever the number of steps."""
     tokens, info = torch.zeros(2 * rows, dtype=torch.int64), sampling_info(2)
     info.is_all_greedy, info.logit_bias = True, None
     monkeypatch.setattr(accept, "_sampler", lambda: lambda *given: tokens)

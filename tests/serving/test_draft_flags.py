@@ -116,7 +116,7 @@ def test_simulated_acceptance_that_cannot_be(text: str, simulate: Callable[[str]
 def test_simulated_acceptance_of_dspark(
     simulate: Callable[[str], None], checkpoints: dict[str, Verified], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of as many rows as the checkpoint's block has, and one."""
+    """A round accepts at most one row more than the checkpoint's block has."""
     given = NOTHING | DSPARK | {"model_path": checkpoints["dspark"].inventory.directory}
     simulate("6")
     checks.check_flags(given)

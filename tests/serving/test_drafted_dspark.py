@@ -153,6 +153,6 @@ def test_blocks_of_another_size(
 
 
 def test_a_trained_draft(serve: Callable[..., Server]) -> None:
-    """Of a model with three layers: SGLang's own choice of layers to capture takes four or more."""
+    """The shipped one is of a model with three layers; SGLang's own choice of layers to capture takes four."""
     rounds = rounds_of_a_trained_draft(serve, "small_model_dspark", "--speculative-algorithm", "DSPARK")
     assert rounds < 3 * 31 / 1.5

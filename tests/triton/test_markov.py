@@ -101,6 +101,16 @@ def test_parts_of_several_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -
         check_exactly(*given)
 
 
+@pytest.mark.parametrize("tied", [(3, 5), (3, BLOCK + 1), (BLOCK - 1, 2 * BLOCK), (BLOCK + 2, 3 * BLOCK + 1)])
+def test_of_equal_logits_the_lowest_token(tied: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one block, in two blocks of a part, and in two parts."""
+    monkeypatch.setattr(markov, "MAX_PARTS", 2)
+    base, anchor, w1, w2 = some_blocks(2, 2, 4 * BLOCK, 8, device, integers=True)
+    base[:], w2[:] = -1, 0
+    base[:, :, list(tied)] = 7
+    assert bool((check_exactly(base, anchor, w1, w2) == min(tied)).all())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("requests", [1, 16, 33, 48])
 def test_whole_vocabularies(requests: int, device: str) -> None:

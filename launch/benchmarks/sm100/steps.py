@@ -135,7 +135,7 @@ class AheadCredit:
 
     @classmethod
     def of(cls, cases: Iterable[Case]) -> AheadCredit:
-        """Of a pass, all of whose cases are given."""
+        """Add up the credit of a pass, all of whose cases are given."""
         launches = sum(case.layers for case in cases if case.shape.counts_ahead)
         fill = B200.fill_cycles - B200.latency_cycles
         return cls(launches * EXPERT_COUNTS_CYCLES / B200.clock_hz, launches * fill / B200.clock_hz)

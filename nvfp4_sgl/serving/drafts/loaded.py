@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from nvfp4_sgl.serving.sglang import models, settings
 from nvfp4_sgl.targets.choose import choose, detect_target
 
 
-class LoadedDraft(nn.Module):
+class LoadedDraft(nn.Module, ABC):
     """Base of the models that SGLang's workers run beside the target.
 
     Attributes:
@@ -48,13 +49,13 @@ class LoadedDraft(nn.Module):
         assert self.draft is not None, "load_weights has not run"
         return self.draft.context
 
+    @abstractmethod
     def build(self, context: Context) -> MtpDraft | DsparkDraft:
         """Load the draft from ``context.source``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loaded_words(self) -> list[str]:
         """The draft in words, for the log."""
-        raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load the draft strictly through our own reader; SGLang's iterator is left alone."""
