@@ -33,6 +33,7 @@ from benchmarks.full_size_plan import (
     FAILED,
     LONG_PROMPT,
     Start,
+    draft_of,
     model_of,
     pending,
     server_flags,
@@ -58,8 +59,8 @@ def main() -> int:
     parser.add_argument("--later", type=int, nargs="*", default=[16, 256], help="requests at once, by a second start")
     parser.add_argument("--long", action="store_true", help=f"also the time to first token of {LONG_PROMPT} tokens")
     parser.add_argument("--trace", type=int, nargs="*", default=[], help="requests at once of traced decode steps")
-    parser.add_argument("--drafts", choices=["mtp"], help="draft, with acceptance that is simulated")
-    parser.add_argument("--steps", type=int, default=3, help="of the draft")
+    parser.add_argument("--drafts", choices=["mtp", "dspark"], help="draft, with acceptance that is simulated")
+    parser.add_argument("--steps", type=int, default=3, help="of an MTP draft")
     parser.add_argument("--accepted", type=float, default=1.0, metavar="ROWS", help="of a round, in the mean")
     parser.add_argument("--sampling", choices=["greedy", "top-p"], default="greedy", help="top-p: of 0.95")
     parser.add_argument("--stock-sampler", default="pytorch", metavar="NAME", help="stock's --sampling-backend")
@@ -164,7 +165,7 @@ def _results(start_: Start, arguments: argparse.Namespace, left: Collection[str]
     """As :func:`measure`, with what costs nothing beside what is left."""
     folder: Path = arguments.output / start_.engine
     released, ours = model_of(arguments), start_.engine == "ours"
-    model = write_released(folder / "model", released, ENGINES[start_.engine], arguments.layers)
+    model = write_released(folder / "model", released, ENGINES[start_.engine], arguments.layers, draft_of(arguments))
     flags, values = server_flags(arguments, start_)
     log = folder / f"server.{start_.most}.log"
     begun = time.monotonic()

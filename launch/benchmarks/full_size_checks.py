@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from benchmarks.full_size_plan import ENGINES, Start, model_of, server_flags, starts
+from benchmarks.full_size_plan import ENGINES, Start, draft_of, model_of, server_flags, starts
 from benchmarks.released import MODELS, config_of
 from nvfp4_sgl.checkpoint.drafts import DraftKind
 from nvfp4_sgl.checkpoint.inventory import Inventory
@@ -24,6 +24,7 @@ from nvfp4_sgl.memory.forecast import GPU_RUNTIME_BYTES, Forecast, forecast, gb
 from nvfp4_sgl.memory.setting import Setting
 from nvfp4_sgl.sglang_defaults import CHUNK, PACKED_SWA_RATIO
 from nvfp4_sgl.synthetic.random_weights import RandomWeights
+from nvfp4_sgl.synthetic.tiny_config import DSPARK_FIELDS, TinyDraft
 from nvfp4_sgl.targets.requirements import check_target
 
 CARDS = {"H200, 141 GB": 139 << 30, "H100, 80 GB": 78 << 30}
@@ -133,15 +134,18 @@ def forecast_of(arguments: argparse.Namespace, start: Start, target: str, free: 
         most_tokens=None if most is None else int(most),
         window_by_ratio=False,
     )
-    if start.drafts:
+    draft = draft_of(arguments)
+    if start.drafts and draft is TinyDraft.MTP:
         setting = replace(setting, draft=DraftKind.MTP, round_tokens=arguments.steps + 1)
-    return _forecast(arguments.model, arguments.layers, target, setting).with_free(free)
+    elif start.drafts:
+        setting = replace(setting, draft=DraftKind.DSPARK, round_tokens=DSPARK_FIELDS["dspark_block_size"] + 1)
+    return _forecast(arguments.model, arguments.layers, draft, target, setting).with_free(free)
 
 
 @functools.cache
-def _forecast(model: str, layers: int | None, target: str, setting: Setting) -> Forecast:
+def _forecast(model: str, layers: int | None, draft: TinyDraft, target: str, setting: Setting) -> Forecast:
     """Forecast a rank's memory on any device, once for each setting: to list Pro's tensors takes seconds."""
-    raw, config = _config(model, "ours", layers)
+    raw, config = _config(model, "ours", layers, draft)
     setting.owner.check(config)
     inventory = _AllNvfp4(Path(MODELS[model].name), {})
     check_target(target, config, setting.ranks, inventory.storage, longest=setting.context)
@@ -167,9 +171,11 @@ def _given(flags: list[str]) -> dict[str, str]:
     return found
 
 
-def _config(model: str, engine: str, layers: int | None) -> tuple[dict[str, Any], ModelConfig]:
+def _config(
+    model: str, engine: str, layers: int | None, draft: TinyDraft = TinyDraft.MTP
+) -> tuple[dict[str, Any], ModelConfig]:
     """config.json of a run's server, as written and as understood."""
-    raw = config_of(MODELS[model], ENGINES[engine], layers)
+    raw = config_of(MODELS[model], ENGINES[engine], layers, draft)
     return raw, ModelConfig.from_dict(raw)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.released import MODELS, Released
-from nvfp4_sgl.synthetic.tiny_config import TinyFormat
+from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat
 
 STOCK = Path(__file__).parent / "peers" / "stock_sglang"
 FLAGS = "--load-format dummy --sampling-backend pytorch --context-length 16384"
@@ -118,13 +118,20 @@ def drafting(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     if not arguments.drafts:
         return [], {}
     steps = arguments.steps
-    flags = ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps)]
-    flags += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)]
+    flags = ["--speculative-algorithm", "DSPARK"]
+    if draft_of(arguments) is TinyDraft.MTP:
+        flags = ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(steps)]
+        flags += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(steps + 1)]
     accepted = {
         "SGLANG_SIMULATE_ACC_LEN": str(arguments.accepted),
         "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
     }
     return flags, accepted
+
+
+def draft_of(arguments: argparse.Namespace) -> TinyDraft:
+    """The draft that a run's checkpoint bundles: its MTP block without ``--drafts``, as the releases have it."""
+    return TinyDraft(arguments.drafts or TinyDraft.MTP.value)
 
 
 def model_of(arguments: argparse.Namespace) -> Released:

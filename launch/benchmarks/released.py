@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nvfp4_sgl.synthetic.tiny_config import BASE, TinyFormat, tiny_config
+from nvfp4_sgl.synthetic.tiny_config import BASE, TinyDraft, TinyFormat, tiny_config
 from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 from tests.support.released import FLASH, PRO, config_json
+
+NOISE_ID = 128_799
+"""Token in place of a DSpark block's unknown ones, of both releases."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,14 @@ class Released:
         fraction: ``--mem-fraction-static``, by which 256 requests of the usual lengths fit the least number of H200s
             that holds the weights.
         start_seconds: limit of a server's start.
+        markov_rank: of its DSpark draft's Markov head.
     """
 
     name: str
     config: dict[str, Any]
     fraction: float
     start_seconds: int
+    markov_rank: int
 
     @property
     def layers(self) -> int:
@@ -36,23 +41,35 @@ class Released:
 
 
 MODELS = {
-    "flash": Released("DeepSeek-V4-Flash", FLASH, fraction=0.8, start_seconds=600),
-    "pro": Released("DeepSeek-V4-Pro", PRO, fraction=0.85, start_seconds=1800),
+    "flash": Released("DeepSeek-V4-Flash", FLASH, fraction=0.8, start_seconds=600, markov_rank=256),
+    "pro": Released("DeepSeek-V4-Pro", PRO, fraction=0.85, start_seconds=1800, markov_rank=512),
 }
 
 
-def config_of(model: Released, format: TinyFormat, layers: int | None = None) -> dict[str, Any]:
-    """config.json in a storage, with the first ``layers``; all unless given."""
+def config_of(
+    model: Released, format: TinyFormat, layers: int | None = None, draft: TinyDraft = TinyDraft.MTP
+) -> dict[str, Any]:
+    """config.json in a storage, with the first ``layers``, all unless given, and the fields of a draft."""
     count = model.layers if layers is None else layers
-    ratios = [*model.config["compress_ratios"][:count], 0]
+    ratios = model.config["compress_ratios"][:count]
     fields = config_json(model.config, num_hidden_layers=count, compress_ratios=ratios)
-    return tiny_config(format, {name: fields[name] for name in fields if name in BASE or name == "compress_ratios"})
+    given = {name: fields[name] for name in fields if name in BASE or name == "compress_ratios"}
+    config = tiny_config(format, given, draft=draft)
+    if draft is TinyDraft.DSPARK:
+        config |= {"dspark_markov_rank": model.markov_rank, "dspark_noise_token_id": NOISE_ID}
+    return config
 
 
-def write_released(folder: Path, model: Released, format: TinyFormat, layers: int | None = None) -> Path:
+def write_released(
+    folder: Path,
+    model: Released,
+    format: TinyFormat,
+    layers: int | None = None,
+    draft: TinyDraft = TinyDraft.MTP,
+) -> Path:
     """Write config.json, generation_config.json and a tokenizer of the model's vocabulary to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_of(model, format, layers), indent=1))
+    (folder / "config.json").write_text(json.dumps(config_of(model, format, layers, draft), indent=1))
     (folder / "generation_config.json").write_text('{"bos_token_id": 0, "eos_token_id": 1}')
     write_tokenizer(folder, model.config["vocab_size"], model.config["max_position_embeddings"])
     return folder

@@ -17,8 +17,13 @@ from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))  # its packages are imported by bare name
 from benchmarks import figures, full_size, full_size_checks, process_memory, server_memory
-from benchmarks.full_size_checks import CARDS, Machine, assumed, problems
+from benchmarks.full_size_checks import CARDS, Machine, assumed, forecast_of, problems
 from benchmarks.full_size_plan import OF_A_START, server_flags, starts
+from benchmarks.released import MODELS, config_of
+
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.draft_config import DsparkConfig
+from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat
 
 H200, H100 = CARDS
 SERVED = {"mean_tpot_ms": 5.0, "median_tpot_ms": 5.0, "median_ttft_ms": 99.0, "output_throughput": 200.0}
@@ -52,6 +57,20 @@ def test_what_matters_most_comes_first(model: str) -> None:
     assert "start" not in found[1].names
     drafted = starts(options("ours", "--later", "--drafts", "mtp"))
     assert len(drafted) == 1 and "round at 64" in drafted[0].names
+
+
+@pytest.mark.parametrize(("model", "captured", "rank"), [("flash", [40, 41, 42], 256), ("pro", [58, 59, 60], 512)])
+def test_a_dspark_draft_is_the_release_s(model: str, captured: list[int], rank: int) -> None:
+    arguments = options("ours", "--model", model, "--tp", "8", "--later", "--drafts", "dspark")
+    config = config_of(MODELS[model], TinyFormat.NVFP4_FULL, None, TinyDraft.DSPARK)
+    draft = DsparkConfig.parse(config, ModelConfig.from_dict(config))
+    assert (draft.block, [*draft.captured_layers], draft.markov_rank, draft.noise_token) == (5, captured, rank, 128_799)
+    flags, values = server_flags(arguments, starts(arguments)[0])
+    assert flags[-2:] == ["--speculative-algorithm", "DSPARK"] and values["SGLANG_SIMULATE_ACC_LEN"] == "1.0"
+    none = options("ours", "--model", model, "--tp", "8", "--later")
+    free = CARDS["H200, 141 GB"]
+    drafted, undrafted = (forecast_of(each, starts(each)[0], "sm_90a", free) for each in (arguments, none))
+    assert sum(drafted.weights.values()) - sum(undrafted.weights.values()) > 1e9  # three stages over eight ranks
 
 
 def test_a_server_has_the_model_s_share_of_its_gpus() -> None:
