@@ -21,17 +21,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from programs.local_server import ServerError, server
+from programs.local_server import server
 
 from benchmarks import decode_trace, start
 from benchmarks.client import Client, started
 from benchmarks.decode_trace import Gemms
 from benchmarks.full_size_checks import Machine, plan_lines, problems
+from benchmarks.full_size_options import complete
 from benchmarks.full_size_plan import (
     ADMIN_KEY,
     ENGINES,
     FAILED,
+    LONG_ANSWER,
     LONG_PROMPT,
+    TRACED_TOKENS,
     Start,
     draft_of,
     model_of,
@@ -43,11 +46,19 @@ from benchmarks.full_size_report import Report
 from benchmarks.process_memory import HostMemory
 from benchmarks.released import write_released
 from benchmarks.server_memory import gpu_memory
+from nvfp4_sgl.arguments import MAX_RANKS, whole_number
+from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
 from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.config_fields import MAX_LAYERS
+from nvfp4_sgl.sglang_defaults import DRAFT_STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = {"greedy": (), "top-p": ("--temperature", "1", "--top-p", "0.95")}
 """The client's options, by how it has tokens chosen."""
+AT_ONCE = whole_number(1 << 16)
+"""Type of options that count requests at once."""
+LENGTH = whole_number(1 << 20, least=2)
+"""Type of options that count a request's tokens; an answer of one token has no time per output token."""
 TRACED_STEPS = 6
 CLIENT_SECONDS = 300
 
@@ -56,12 +67,13 @@ def main() -> int:
     parser = shared_options("launch/bench_full", __doc__, ENGINES, "full_size", tp=2, layers=None, tokens=256)
     parser.set_defaults(concurrency=[1, 64])
     parser.add_argument("--model", choices=["flash", "pro"], default="flash", help="which release; %(default)s")
-    parser.add_argument("--later", type=int, nargs="*", default=[16, 256], help="requests at once, by a second start")
+    parser.add_argument("--later", type=AT_ONCE, nargs="*", default=[16, 256], help="the same, by a second start")
     parser.add_argument("--long", action="store_true", help=f"also the time to first token of {LONG_PROMPT} tokens")
-    parser.add_argument("--trace", type=int, nargs="*", default=[], help="requests at once of traced decode steps")
+    parser.add_argument("--trace", type=AT_ONCE, nargs="*", default=[], help="the same, of traced decode steps")
     parser.add_argument("--drafts", choices=["mtp", "dspark"], help="draft, with acceptance that is simulated")
-    parser.add_argument("--steps", type=int, default=3, help="of an MTP draft")
-    parser.add_argument("--accepted", type=float, default=1.0, metavar="ROWS", help="of a round, in the mean")
+    steps = whole_number(DRAFTED_TOKENS - 1)
+    parser.add_argument("--steps", type=steps, metavar="N", help=f"of an MTP draft; {DRAFT_STEPS} by default")
+    parser.add_argument("--accepted", type=float, metavar="ROWS", help="of a round, in the mean; 1 by default")
     parser.add_argument("--sampling", choices=["greedy", "top-p"], default="greedy", help="top-p: of 0.95")
     parser.add_argument("--stock-sampler", default="pytorch", metavar="NAME", help="stock's --sampling-backend")
     parser.add_argument("--radix-cache", action="store_true", help="keep the cache of prefixes, which is off otherwise")
@@ -69,19 +81,31 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="measure anew what an earlier run has left in OUT")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and the forecast; needs no GPU")
     arguments = parsed(parser, ENGINES)
-    if arguments.dry_run:
-        print("\n".join(plan_lines(arguments)))
-        return 0
-    if arguments.record is not None:
-        check_record(arguments, parser)
+    try:
+        complete(arguments)
+        if arguments.record is not None:
+            check_record(arguments, parser)
+        return planned(arguments) if arguments.dry_run else run(arguments, parser)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def planned(arguments: argparse.Namespace) -> int:
+    """Print the plan."""
+    print("\n".join(plan_lines(arguments)))
+    return 0
+
+
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Measure, if this machine can; else end the process.
+
+    Raises:
+        ValueError: as :meth:`Report.opened`.
+    """
     machine = Machine.here(arguments.output, arguments.tp)
     if found := list(problems(arguments, machine)):
         parser.error("\n  ".join(["this machine cannot end the run, and nothing was started:", *found]))
-    try:
-        report = Report.opened(arguments, sys.argv[1:])
-    except ValueError as error:
-        parser.error(str(error))
-    return measured(arguments, report)
+    return measured(arguments, Report.opened(arguments, sys.argv[1:]))
 
 
 def measured(arguments: argparse.Namespace, report: Report) -> int:
@@ -96,10 +120,11 @@ def measured(arguments: argparse.Namespace, report: Report) -> int:
                 report.add(start_.engine, name, value)
                 if arguments.record is not None:
                     record(arguments.record, arguments, report.found, report.run)
-        except (OSError, RuntimeError, ServerError) as error:
+        except Exception as error:  # of a server, a client or a trace, whatever it is: others are measured yet
             failed += 1
-            report.add(start_.engine, FAILED, str(error))
-            print(f"{start_.engine}, {FAILED}: {error}", file=sys.stderr, flush=True)
+            words = f"{type(error).__name__}: {error}"
+            report.add(start_.engine, FAILED, words)
+            print(f"{start_.engine}, {FAILED}: {words}", file=sys.stderr, flush=True)
     return 1 if failed else 0
 
 
@@ -124,13 +149,13 @@ def shared_options(
     """The options of a benchmark of several servers, one after the other; ``tp`` and so on are their defaults."""
     parser = argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0])
     parser.add_argument("servers", nargs="*", default=list(servers), help="which of its two servers; both unless given")
-    parser.add_argument("--tp", type=int, default=tp, metavar="N", help="tensor-parallel size")
-    parser.add_argument("--layers", type=int, default=layers)
-    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 16, 64], help="requests at once")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a request")
-    parser.add_argument("--tokens", type=int, default=tokens, help="tokens of its answer")
+    parser.add_argument("--tp", type=whole_number(MAX_RANKS), default=tp, metavar="N", help="tensor-parallel size")
+    parser.add_argument("--layers", type=whole_number(MAX_LAYERS), default=layers)
+    parser.add_argument("--concurrency", type=AT_ONCE, nargs="*", default=[1, 16, 64], help="requests at once")
+    parser.add_argument("--prompt", type=LENGTH, default=1024, help="tokens of a request")
+    parser.add_argument("--tokens", type=LENGTH, default=tokens, help="tokens of its answer")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / folder, metavar="OUT", help="logs and results")
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--port", type=whole_number(65535, least=0), default=0)
     parser.add_argument("--flags", default="", help="further flags of both servers")
     return parser
 
@@ -140,6 +165,8 @@ def parsed(parser: argparse.ArgumentParser, servers: Iterable[str]) -> argparse.
     arguments = parser.parse_args()
     if unknown := set(arguments.servers) - set(servers):
         parser.error(f"{sorted(unknown)[0]}: expected of {', '.join(servers)}")
+    if len({*arguments.servers}) < len(arguments.servers):
+        parser.error(f"{' '.join(arguments.servers)}: expected each server once")
     return arguments
 
 
@@ -194,7 +221,7 @@ def _results(start_: Start, arguments: argparse.Namespace, left: Collection[str]
                 gemms = Gemms.of(ModelConfig.from_dir(model), arguments.tp, count) if ours else None
                 yield f"trace at {count}", trace(url, folder, count, arguments.prompt, gemms)
         if f"prompt of {LONG_PROMPT}" in left:
-            yield f"prompt of {LONG_PROMPT}", served(client, url, model, 1, LONG_PROMPT, 4)
+            yield f"prompt of {LONG_PROMPT}", served(client, url, model, 1, LONG_PROMPT, LONG_ANSWER)
 
 
 def plugin(info: dict[str, Any], engine: str) -> dict[str, Any]:
@@ -238,7 +265,7 @@ def trace(url: str, folder: Path, count: int, prompt: int, gemms: Gemms | None) 
     body = json.dumps(
         {
             "input_ids": [[100 + (7 * i + j) % 20000 for j in range(prompt)] for i in range(count)],
-            "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": TRACED_TOKENS, "ignore_eos": True},
         }
     ).encode()
     request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})

@@ -11,7 +11,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from benchmarks.full_size_plan import ENGINES, Start, draft_of, model_of, server_flags, starts
+from benchmarks.full_size_plan import (
+    ENGINES,
+    Start,
+    draft_of,
+    given_flags,
+    model_of,
+    rows_of_a_round,
+    server_flags,
+    starts,
+)
 from benchmarks.released import MODELS, config_of
 from nvfp4_sgl.checkpoint.drafts import DraftKind
 from nvfp4_sgl.checkpoint.inventory import Inventory
@@ -24,7 +33,7 @@ from nvfp4_sgl.memory.forecast import GPU_RUNTIME_BYTES, Forecast, forecast, gb
 from nvfp4_sgl.memory.setting import Setting
 from nvfp4_sgl.sglang_defaults import CHUNK, PACKED_SWA_RATIO
 from nvfp4_sgl.synthetic.random_weights import RandomWeights
-from nvfp4_sgl.synthetic.tiny_config import DSPARK_FIELDS, TinyDraft
+from nvfp4_sgl.synthetic.tiny_config import TinyDraft
 from nvfp4_sgl.targets.requirements import check_target
 
 CARDS = {"H200, 141 GB": 139 << 30, "H100, 80 GB": 78 << 30}
@@ -120,7 +129,7 @@ def forecast_of(arguments: argparse.Namespace, start: Start, target: str, free: 
     Raises:
         ConfigError: the model cannot be split over so many ranks, or no kernel of ``target`` takes a rank's sizes.
     """
-    given = _given(server_flags(arguments, start)[0])
+    given = given_flags(server_flags(arguments, start)[0])
     most = given.get("--max-total-tokens")
     setting = Setting(
         arguments.tp,
@@ -135,10 +144,9 @@ def forecast_of(arguments: argparse.Namespace, start: Start, target: str, free: 
         window_by_ratio=False,
     )
     draft = draft_of(arguments)
-    if start.drafts and draft is TinyDraft.MTP:
-        setting = replace(setting, draft=DraftKind.MTP, round_tokens=arguments.steps + 1)
-    elif start.drafts:
-        setting = replace(setting, draft=DraftKind.DSPARK, round_tokens=DSPARK_FIELDS["dspark_block_size"] + 1)
+    if start.drafts:
+        kind = DraftKind.MTP if draft is TinyDraft.MTP else DraftKind.DSPARK
+        setting = replace(setting, draft=kind, round_tokens=rows_of_a_round(arguments))
     return _forecast(arguments.model, arguments.layers, draft, target, setting).with_free(free)
 
 
@@ -159,16 +167,6 @@ class _AllNvfp4(Inventory):
 
     def storage(self, name: str) -> Storage:
         return Storage.NVFP4
-
-
-def _given(flags: list[str]) -> dict[str, str]:
-    """Values of a server's flags; of one that comes twice the last."""
-    found = {}
-    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
-        name, has_value, value = flag.partition("=")
-        if name.startswith("--"):
-            found[name] = value if has_value else following
-    return found
 
 
 def _config(

@@ -7,6 +7,7 @@ others. Made without a GPU; ``--dry-run`` prints it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.released import MODELS, Released
-from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat
+from nvfp4_sgl.synthetic.tiny_config import DSPARK_FIELDS, TinyDraft, TinyFormat
 
 STOCK = Path(__file__).parent / "peers" / "stock_sglang"
 FLAGS = "--load-format dummy --sampling-backend pytorch --context-length 16384"
@@ -24,6 +25,9 @@ ENGINES = {"ours": TinyFormat.NVFP4_FULL, "stock": TinyFormat.DEEPSEEK}
 STOCK_FLAGS = ["--moe-runner-backend", "marlin", "--trust-remote-code"]
 STOCK_ENVIRONMENT = {"NVFP4_SGL_DISABLE": "1", "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
 LONG_PROMPT = 8192
+LONG_ANSWER = 4
+TRACED_TOKENS = 400
+"""Tokens of a request whose decode steps are traced."""
 ADMIN_KEY = "bench-full"
 """Key of the servers that are measured: SGLang's profiler is an administrative endpoint."""
 OF_A_START = ("ready after", "start", "plugin", "host memory", "GPU memory")
@@ -101,6 +105,16 @@ def server_flags(arguments: argparse.Namespace, start: Start) -> tuple[list[str]
     return flags + more, values | variables
 
 
+def given_flags(flags: list[str]) -> dict[str, str]:
+    """Values of a server's flags; of one that comes twice the last, of one without a value the empty string."""
+    found = {}
+    for flag, following in itertools.pairwise([*flags, ""]):
+        name, has_value, value = flag.partition("=")
+        if name.startswith("--"):
+            found[name] = value if has_value else "" if following.startswith("--") else following
+    return found
+
+
 def common_flags(at_once: Iterable[int], *, radix_cache: bool, fraction: float = MODELS["flash"].fraction) -> list[str]:
     """Flags of all servers, laid out for as many requests as will be ``at_once``; ``fraction`` of a GPU is theirs."""
     most = str(max([LEAST_REQUESTS, *at_once]))
@@ -132,6 +146,12 @@ def drafting(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 def draft_of(arguments: argparse.Namespace) -> TinyDraft:
     """The draft that a run's checkpoint bundles: its MTP block without ``--drafts``, as the releases have it."""
     return TinyDraft(arguments.drafts or TinyDraft.MTP.value)
+
+
+def rows_of_a_round(arguments: argparse.Namespace) -> int:
+    """Rows that a drafted round verifies: its guesses and one."""
+    guesses = arguments.steps if draft_of(arguments) is TinyDraft.MTP else DSPARK_FIELDS["dspark_block_size"]
+    return int(guesses) + 1
 
 
 def model_of(arguments: argparse.Namespace) -> Released:

@@ -43,39 +43,43 @@ class Report:
         """The report of ``arguments.output``, which goes on if it is of the same run; a new one with ``--fresh``.
 
         Raises:
-            ValueError: it is of another run; names what differs.
+            ValueError: it is of another run, cut or not to be written; names what differs.
         """
         folder: Path = arguments.output
         run = described(arguments, command)
         conditions = _conditions(arguments) | {name: value for name, value in run.items() if name not in OF_A_CALL}
-        kept, file = _read(folder / "run.json"), folder / "report.json"
-        found: Found = _read(file) or {}
-        if found and not arguments.fresh:
-            theirs = {} if kept is None else kept["conditions"]
+        file = folder / "report.json"
+        kept, found = ({}, {}) if arguments.fresh else (_read(folder / "run.json"), _read(file))
+        if found:
+            theirs = kept.get("conditions", {})
             for name, value in conditions.items():
                 if theirs.get(name) != value:
                     raise ValueError(
                         f"{file}: holds results of another run: {name}: expected {value!r}, found"
                         f" {theirs.get(name)!r}; name another --output, or pass --fresh to measure anew"
                     )
-            assert kept is not None
             for values in found.values():
                 values.pop(FAILED, None)
             print(f"== {file}: {sum(map(len, found.values()))} results are there, and are not measured again")
-            return cls(folder, kept["run"], found)
-        folder.mkdir(parents=True, exist_ok=True)
-        report = cls(folder, run, {})
-        report._write("report.json", report.found)
-        report._write("run.json", {"conditions": conditions, "run": run})
+            run = kept["run"]
+        report = cls(folder, run, found)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            report._write("report.json", found)
+            report._write("run.json", {"conditions": conditions, "run": run})
+        except OSError as error:
+            raise ValueError(f"--output {folder}: expected to write there, found {error}; name another") from error
         return report
 
     @staticmethod
     def wrote(arguments: Namespace, file: Path) -> bool:
         """Whether the run that ``arguments.output`` holds has written ``file``, so that it may write it again."""
+        if arguments.fresh:
+            return False
         kept = _read(arguments.output / "run.json")
         try:
-            return kept is not None and json.loads(file.read_text())["run"] == kept["run"] and not arguments.fresh
-        except (ValueError, KeyError, TypeError):
+            return bool(kept) and json.loads(file.read_text())["run"] == kept["run"]
+        except (OSError, ValueError, KeyError, TypeError):
             return False
 
     def add(self, engine: str, name: str, value: Any) -> None:
@@ -93,6 +97,23 @@ def _conditions(arguments: Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in CONDITIONS}
 
 
-def _read(file: Path) -> Any:
-    """Contents of a JSON file; ``None`` without one."""
-    return json.loads(file.read_text()) if file.exists() else None
+def _read(file: Path) -> dict[str, Any]:
+    """Contents of a file of results; empty without one.
+
+    Raises:
+        ValueError: it holds no JSON object of objects.
+    """
+    try:
+        found = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError as error:
+        raise _cut(file, str(error)) from error
+    if not isinstance(found, dict) or not all(isinstance(value, dict) for value in found.values()):
+        raise _cut(file, "something else")
+    return found
+
+
+def _cut(file: Path, found: str) -> ValueError:
+    return ValueError(
+        f"{file}: expected a JSON object of objects, found {found}; name another --output, or pass --fresh to measure"
+        " anew"
+    )

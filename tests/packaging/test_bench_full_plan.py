@@ -20,6 +20,7 @@ from benchmarks import figures, full_size, full_size_checks, process_memory, ser
 from benchmarks.full_size_checks import CARDS, Machine, assumed, forecast_of, problems
 from benchmarks.full_size_plan import OF_A_START, server_flags, starts
 from benchmarks.released import MODELS, config_of
+from programs.local_server import ServerError
 
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.draft_config import DsparkConfig
@@ -159,11 +160,11 @@ def test_a_run_that_is_cut_off_goes_on(servers: Servers, call: Callable[..., int
 
 
 def test_a_server_that_fails_ends_no_other(servers: Servers, call: Callable[..., int], tmp_path: Path) -> None:
-    servers.end["stock, ready after"] = full_size.ServerError("out of memory")
+    servers.end["stock, ready after"] = ServerError("out of memory")
     assert call() == 1
     assert [engine for engine, _ in servers.started] == ["ours", "stock", "ours", "stock"]
     found = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert found["stock"] == {"failed": "out of memory"} and "at 256" in found["ours"]
+    assert found["stock"] == {"failed": "ServerError: out of memory"} and "at 256" in found["ours"]
     servers.end.clear()
     servers.started.clear()
     assert call() == 0
@@ -185,6 +186,65 @@ def test_results_of_other_conditions_are_not_mixed(servers: Servers, call: Calla
     with pytest.raises(SystemExit):
         call("--fresh")
     assert "expected a new .json file, found one of another run" in capsys.readouterr().err
+
+
+def test_a_trace_that_is_not_understood_ends_no_other(servers: Servers, call: Callable[..., int]) -> None:
+    """As every measurement that raises something: Pro's machine is measured with what is left."""
+    servers.end["ours, trace at 1"] = ValueError("a step launches 12 kernels, expected 11")
+    assert call("--trace", "1") == 1
+    assert [engine for engine, _ in servers.started] == ["ours", "stock", "ours", "stock"]
+
+
+CUT = {
+    "cut": '{"ours": {"at 1": {"mean',
+    "empty": "",
+    "no object": "[1, 2]",
+    "of no objects": '{"ours": 5}',
+}
+
+
+@pytest.mark.parametrize("contents", CUT)
+@pytest.mark.parametrize("name", ["report.json", "run.json"])
+def test_results_that_are_cut(
+    servers: Servers, call: Callable[..., int], capsys: Any, tmp_path: Path, name: str, contents: str
+) -> None:
+    """They are neither taken for none nor mixed with new ones, and the error names the file."""
+    call()
+    (tmp_path / "out" / name).write_text(CUT[contents])
+    (tmp_path / "record.json").unlink()
+    servers.started.clear()
+    with pytest.raises(SystemExit):
+        call()
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'out' / name}: expected a JSON object of objects" in said and "--fresh" in said
+    assert not servers.started
+    assert call("--fresh") == 0 and len(servers.started) == 4
+
+
+@pytest.mark.parametrize("results", [False, True], ids=["new", "gone on"])
+def test_a_folder_that_cannot_be_written(
+    servers: Servers,
+    call: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    tmp_path: Path,
+    results: bool,
+) -> None:
+    """That is known before a server starts."""
+    if results:
+        servers.end["ours, at 64"] = CutOffError()
+        with pytest.raises(CutOffError):
+            call()
+        servers.started.clear()
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied", "report.json.unfinished")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(SystemExit):
+        call()
+    assert f"--output {tmp_path / 'out'}: expected to write there, found [Errno 13]" in capsys.readouterr().err
+    assert not servers.started
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -235,6 +295,45 @@ def test_a_split_that_no_model_takes_is_refused(flash: Namespace) -> None:
     assert found.startswith("--tp-size 3: o_groups is 8, expected a multiple of 3")
 
 
+WRONG: dict[str, tuple[str, str]] = {
+    "no ranks": ("--tp 0", "argument --tp: expected a whole number from 1 to 1024, found '0'"),
+    "no requests": ("--concurrency 0", "argument --concurrency: expected a whole number from 1 to 65536, found '0'"),
+    "no later requests": ("--later -2", "argument --later: expected a whole number from 1 to 65536, found '-2'"),
+    "no traced requests": ("--trace 0", "argument --trace: expected a whole number from 1 to 65536, found '0'"),
+    "one token": ("--tokens 1", "argument --tokens: expected a whole number from 2 to 1048576, found '1'"),
+    "more layers": ("--layers 62", "--layers 62: expected 1 to 61, those of DeepSeek-V4-Pro"),
+    "a server twice": ("ours ours", "ours ours: expected each server once"),
+    "steps alone": ("--steps 2", "--steps 2: expected --drafts mtp, too"),
+    "steps of a block": ("--drafts dspark --steps 3", "--steps 3: expected --drafts mtp, too"),
+    "more rows than a block": ("--drafts dspark --accepted 6.5", "--accepted 6.5: expected 1 to 6, the rows of a"),
+    "acceptance alone": ("--accepted 2", "--accepted 2: expected --drafts, too; add it"),
+    "more steps": ("--drafts mtp --steps 10", "argument --steps: expected a whole number from 1 to 9, found '10'"),
+    "no rows": ("--drafts mtp --accepted 0", "--accepted 0: expected 1 to 4, the rows of a round"),
+    "more rows": ("--drafts mtp --steps 1 --accepted 2.5", "--accepted 2.5: expected 1 to 2, the rows of a round"),
+    "no number of rows": ("--drafts mtp --accepted nan", "--accepted nan: expected 1 to 4, the rows of a round"),
+    "other ranks": ("--flags=--tp-size=4", "--flags: expected no --tp-size, for which there is --tp"),
+    "other steps": ("--drafts mtp --flags=--speculative-num-steps=5", "--flags: expected no --speculative-num-steps"),
+    "no fraction": ("--flags=--mem-fraction-static=x", "--mem-fraction-static: expected a number above 0 and below 1"),
+    "a whole fraction": ("--flags=--mem-fraction-static=7", "a number above 0 and below 1, found '7'"),
+    "no context": ("--flags=--context-length", "--context-length: expected a number of at least 1, found ''"),
+    "fewer at once": ("--flags=--max-running-requests=4", "--max-running-requests 4: expected 64, the requests at"),
+    "a short context": ("--flags=--context-length=1000", "--prompt 1024 and --tokens 256: expected 1000 tokens at"),
+    "a long trace": ("--trace 1 --prompt 16000", "--trace, 400 tokens behind --prompt 16000: expected 16384 tokens"),
+    "a long prompt": ("--long --flags=--context-length=8000", "--long: expected 8000 tokens at most"),
+    "nowhere to record": ("--record /nowhere/at/all.json", "--record /nowhere/at/all.json: expected a .json file in"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_options_that_do_not_fit(wrong: str, capsys: Any) -> None:
+    """Neither a plan nor a run: its figures would be of another server than their words say."""
+    words, message = WRONG[wrong]
+    with pytest.raises(SystemExit) as ended:
+        options("--model", "pro", "--tp", "8", *words.split())
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and message in said.err and not said.out
+
+
 def test_a_dry_run_of_pro() -> None:
     """In whole: it fits eight H200s, and eight H100s by far not."""
     arguments = options("--model", "pro", "--tp", "8", "--long")
@@ -266,15 +365,14 @@ import os, sys, time, mmap
 size = 64 << 20
 held = mmap.mmap(-1, size)
 held.write(b"x" * size)
-child = os.fork()
+os.fork()
 sum(held[::4096])
-if child:
-    print("ready", flush=True)
+print("ready", flush=True)
 time.sleep(60)
 """
     titled = [sys.executable, "-c", code, process_memory.RANK]
     with subprocess.Popen(titled, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         with process_memory.HostMemory() as host:
             host.watch(process.pid)
             found = host.found()

@@ -1,0 +1,102 @@
+"""Options of ``launch/bench_full`` that contradict each other, the model or what ``--flags`` gives to servers.
+
+They are refused before anything starts: a server of other ranks, layers or requests would be measured under the wrong
+name, and one that refuses its flags says so minutes later, on a machine that waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+
+from benchmarks.full_size_plan import (
+    LONG_ANSWER,
+    LONG_PROMPT,
+    TRACED_TOKENS,
+    Start,
+    given_flags,
+    model_of,
+    rows_of_a_round,
+    server_flags,
+    starts,
+)
+from nvfp4_sgl.sglang_defaults import DRAFT_STEPS
+
+OPTIONS = {
+    **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), "--tp"),
+    **dict.fromkeys(("--model", "--model-path", "--load-format"), "--model and --layers"),
+    "--disable-radix-cache": "--radix-cache, without which there is none",
+    "--port": "--port",
+    "--admin-api-key": "the benchmark's own",
+}
+"""Flags of servers that ``--flags`` must not give, and what says so instead."""
+SPECULATIVE = "--speculative-"
+WHOLE_NUMBERS = ("--max-running-requests", "--context-length", "--chunked-prefill-size", "--max-total-tokens")
+SHARE = "--mem-fraction-static"
+
+
+def complete(arguments: argparse.Namespace) -> None:
+    """Fill in what is not given of drafts.
+
+    Raises:
+        ValueError: options contradict each other; names each with what was expected.
+    """
+    found = [*_without_effect(arguments)]
+    arguments.steps = DRAFT_STEPS if arguments.steps is None else arguments.steps
+    arguments.accepted = 1.0 if arguments.accepted is None else arguments.accepted
+    model, rows = model_of(arguments), rows_of_a_round(arguments)
+    if arguments.drafts and not 1 <= arguments.accepted <= rows:
+        found.append(
+            f"--accepted {arguments.accepted:g}: expected 1 to {rows}, the rows of a round: its guesses and one"
+        )
+    if arguments.layers is not None and arguments.layers > model.layers:
+        found.append(f"--layers {arguments.layers}: expected 1 to {model.layers}, those of {model.name}")
+    found += _of_flags(given_flags(arguments.flags.split()))
+    if not found:
+        found = [wrong for start in starts(arguments) for wrong in _of_sizes(arguments, start)]
+    if found:
+        raise ValueError("\n  ".join(["options that do not fit each other:", *dict.fromkeys(found)]))
+
+
+def _without_effect(arguments: argparse.Namespace) -> Iterator[str]:
+    """Options of drafts that would do nothing."""
+    if arguments.steps is not None and arguments.drafts != "mtp":
+        yield f"--steps {arguments.steps}: expected --drafts mtp, too; leave it out, or draft so"
+    if arguments.accepted is not None and arguments.drafts is None:
+        yield f"--accepted {arguments.accepted:g}: expected --drafts, too; add it"
+
+
+def _of_flags(given: Mapping[str, str]) -> Iterator[str]:
+    for flag, value in given.items():
+        option = "--drafts, --steps and --accepted" if flag.startswith(SPECULATIVE) else OPTIONS.get(flag)
+        if option is not None:
+            yield f"--flags: expected no {flag}, for which there is {option}"
+        elif flag in WHOLE_NUMBERS and not (value.isdecimal() and int(value) > 0):
+            yield f"--flags: {flag}: expected a number of at least 1, found '{value}'"
+        elif flag == SHARE and not _is_share(value):
+            yield f"--flags: {flag}: expected a number above 0 and below 1, found '{value}'"
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 < float(text) < 1
+    except ValueError:
+        return False
+
+
+def _of_sizes(arguments: argparse.Namespace, start: Start) -> Iterator[str]:
+    """Requests that a server refuses or does not run at once."""
+    given = given_flags(server_flags(arguments, start)[0])
+    most = max([*start.concurrency, *start.trace], default=0)
+    if (limit := int(given["--max-running-requests"])) < most:
+        yield f"--flags: --max-running-requests {limit}: expected {most}, the requests at once, or more"
+    lengths = {
+        f"--prompt {arguments.prompt} and --tokens {arguments.tokens}": arguments.prompt + arguments.tokens,
+        f"--trace, {TRACED_TOKENS} tokens behind --prompt {arguments.prompt}": (
+            arguments.prompt + TRACED_TOKENS if start.trace else 0
+        ),
+        "--long": LONG_PROMPT + LONG_ANSWER if start.long else 0,
+    }
+    for words, length in lengths.items():
+        if length > (context := int(given["--context-length"])):
+            yield f"{words}: expected {context} tokens at most, --context-length of the servers, found {length}"
