@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +12,22 @@ from nvfp4_sgl.model.contract import PassRequest
 from nvfp4_sgl.standalone import Pass, Standalone
 
 
-def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of what ``run`` launches, after one run aside that compiles and loads what it needs."""
-    side = torch.cuda.Stream()
+def capture(
+    run: Callable[[], object], *, stream: torch.cuda.Stream | None = None, pool: Any = None
+) -> torch.cuda.CUDAGraph:
+    """A graph of what ``run`` launches, after one run aside that compiles and loads what it needs.
+
+    Args:
+        stream: for both; unless given one of their own.
+        pool: ``torch.cuda.graph_pool_handle()``, whose memory the graph shares; unless given it has its own.
+    """
+    side = stream or torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), torch.no_grad():
         run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), torch.no_grad():
+    with torch.cuda.graph(graph, pool=pool, stream=stream), torch.no_grad():
         run()
     return graph
 

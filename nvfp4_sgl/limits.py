@@ -53,6 +53,8 @@ CHUNK_SCORES = 16384
 """Scores that a program holds; a longer row is divided into chunks of so many."""
 MAX_CANDIDATES = 16384
 """Candidates of a row, of all of its chunks together."""
+MAX_SCORES_AT_ONCE = 1 << 26
+"""Most fp32 index scores held at once (256 MiB), unless one query alone has more: a prompt is scored in parts."""
 
 # Hyper-connections.
 STREAMS, MAX_HIDDEN_SIZE = 4, 16384

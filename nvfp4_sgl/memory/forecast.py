@@ -10,6 +10,7 @@ from nvfp4_sgl.checkpoint.drafts import Draft, DraftKind
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.limits import MAX_SCORES_AT_ONCE
 from nvfp4_sgl.memory.pools import (
     LEAST_WINDOW_TOKENS,
     bytes_per_server,
@@ -195,16 +196,32 @@ def _estimated(config: ModelConfig, chosen: Descriptor, setting: Setting) -> dic
     queries = 2 * heads * config.head_dim
     if chosen.fp32_sums:
         rows, queries = rows + 2 * visits * inner, 2 * queries
-    chunk = setting.chunk * (streams + max(rows, queries)) * setting.dtype_bytes
+    token = (streams + max(rows, queries)) * setting.dtype_bytes
+    chunk = setting.chunk * token
     if not chosen.on_gpu:
         return {"activations of a prefill chunk": chunk}
     graph_tokens = setting.requests * max(setting.round_tokens, 1)
     scores = graph_tokens * setting.context if LayerKind.CSA in config.layer_kinds else 0  # 4 bytes for 4 tokens
-    return {
+    found = {
         "activations of a prefill chunk": chunk,
         "index scores of graphs": scores,
         "CUDA context, kernels, graphs": GPU_RUNTIME_BYTES,
     }
+    if setting.prompt_tokens:
+        found["graphs of prompts"] = _prompt_graphs(setting, token, scores)
+    return found
+
+
+def _prompt_graphs(setting: Setting, token: int, scores: int) -> int:
+    """Bytes of captured prompts: the activations of the largest, which all use; index scores, unless those of decode
+    suffice; and each graph's slots of ratio-128 entries, of 4 bytes, of twice the tokens of the largest in all.
+
+    Args:
+        token: bytes of a token's activations. scores: of the index scores of decode.
+    """
+    tokens, longest = setting.prompt_tokens, setting.context
+    own = min(tokens * longest, 4 * MAX_SCORES_AT_ONCE)
+    return tokens * token + (own if own > scores else 0) + 2 * tokens * longest // 128 * 4
 
 
 def dspark_buffers(config: ModelConfig, draft: Draft, setting: Setting) -> dict[str, int]:

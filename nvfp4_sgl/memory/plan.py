@@ -12,6 +12,7 @@ from nvfp4_sgl.checkpoint.drafts import Draft
 from nvfp4_sgl.draft_arguments import add_drafts
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.memory.setting import Setting
+from nvfp4_sgl.prompt_sizes import BY_DEFAULT, TOKENS
 from nvfp4_sgl.sglang_defaults import (
     CHUNK,
     CPU_DEFAULTS,
@@ -78,7 +79,7 @@ class ServerFlags:
         if draft is None:
             return setting
         guesses = self.block or draft.block or self.steps or DRAFT_STEPS
-        return replace(setting, draft=draft.kind, round_tokens=guesses + 1)
+        return replace(setting, draft=draft.kind, round_tokens=guesses + 1, prompt_tokens=0)
 
     def _on_gpu(self, longest: int) -> Setting:
         return Setting(
@@ -91,6 +92,7 @@ class ServerFlags:
             swa_ratio=PACKED_SWA_RATIO,
             fraction=self.fraction or FRACTION,
             window_by_ratio=self.requests is None,
+            prompt_tokens=TOKENS[-1] if BY_DEFAULT else 0,
         )
 
     def _on_cpu(self, longest: int) -> Setting:

@@ -25,6 +25,7 @@ class Setting:
             ``--max-running-requests`` if that is given, and finds room for chunks itself.
         draft: the kind of the draft that is served beside the model, if one is.
         round_tokens: ``--speculative-num-draft-tokens``, tokens of a verify pass; 0 without a draft.
+        prompt_tokens: of the largest prompt pass that is captured; 0 if none is.
     """
 
     ranks: int
@@ -39,6 +40,7 @@ class Setting:
     window_by_ratio: bool = True
     draft: DraftKind | None = None
     round_tokens: int = 0
+    prompt_tokens: int = 0
 
     @property
     def rings(self) -> Rings:

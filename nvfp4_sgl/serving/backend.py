@@ -16,6 +16,7 @@ from nvfp4_sgl.config import ARCHITECTURE, ModelConfig
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.formats import index_entry, kv_entry
 from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
+from nvfp4_sgl.prompt_graphs import PromptGraph, PromptGraphs
 from nvfp4_sgl.serving import stages
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.model import require_own_model
@@ -30,7 +31,11 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
     Attributes:
         plan: the target's step of the current batch; ``None`` for an idle one.
         caches: one :class:`LayerCache` a layer, views of SGLang's pools made once.
+        prompts: graphs of prompts, if there are some. graph: the one that the current batch is loaded into.
     """
+
+    prompts: PromptGraphs | None = None
+    graph: PromptGraph | None = None
 
     needs_cpu_seq_lens = False
     """Lengths on the host are read in prefill passes alone, for which SGLang always has them. In rounds of drafts it
@@ -98,9 +103,18 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
         return False
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Plan an eager pass."""
-        idle = forward_batch.forward_mode.is_idle()
-        self.plan = None if idle else self.planner.plan(self.request(forward_batch))
+        """Plan an eager pass, or load a prompt into a graph, which plans it itself."""
+        self.plan = self.graph = None
+        if forward_batch.forward_mode.is_idle():
+            return
+        request = self.request(forward_batch)
+        if self.prompts is not None and request.kind is PassKind.EXTEND:
+            self.graph = self.prompts.find(request)
+        if self.graph is None:
+            self.plan = self.planner.plan(request)
+        else:
+            self.graph.load(request)
+            self.plan = self.graph.step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs of up to ``max_num_tokens`` tokens share."""
@@ -109,7 +123,7 @@ class Nvfp4AttentionBackend(find("AttentionBackend")):  # type: ignore[misc]
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a capture: the graph's own room. Before a replay: nothing, since the graph plans the pass itself."""
         if in_capture:
-            self.plan = self.planner.capture(self.request(forward_batch))
+            self.plan, self.graph = self.planner.capture(self.request(forward_batch)), None
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record the plan of the graph's tokens, from the runner's buffers.

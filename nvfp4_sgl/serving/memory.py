@@ -9,6 +9,7 @@ from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.memory.forecast import Forecast, forecast
 from nvfp4_sgl.memory.setting import Setting
 from nvfp4_sgl.serving import kv_pool, stages
+from nvfp4_sgl.serving.prompt_switch import captured_tokens
 from nvfp4_sgl.serving.sglang import parallel, settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.sglang_defaults import PACKED_SWA_RATIO
@@ -41,6 +42,7 @@ def forecast_here(verified: Verified, choice: Choice, context: int) -> Forecast:
         window_by_ratio=settings.sizes_window_by_ratio(),
         draft=None if algorithm is None else DRAFTS[algorithm.upper()],
         round_tokens=settings.round_tokens(),
+        prompt_tokens=max(captured_tokens(), default=0),
     )
     found = forecast(verified, choice.target, setting, free_bytes(ranks), choice.mode)
     found.check()

@@ -168,6 +168,9 @@ class DeepseekV4ForCausalLM(nn.Module):
         streams = None
         if backend.plan is None:
             hidden = self.embed(input_ids)
+        elif backend.graph is not None:
+            assert input_embeds is None, "requests with embeddings are refused"
+            hidden = backend.graph.replay(input_ids)
         else:
             embedded = self._streams(input_ids, input_embeds)
             with self._recorded(input_ids, positions):
@@ -186,6 +189,11 @@ class DeepseekV4ForCausalLM(nn.Module):
             forward_batch,
             hidden_states_before_norm=streams,
         )
+
+    def body(self, input_ids: Tensor, step: object, caches: Sequence[LayerCache]) -> Tensor:
+        """Hidden states [T, d] of the pass of ``step`` without a draft; on a GPU kernels only."""
+        assert self.decoder is not None and not self.feeds_draft
+        return self.decoder(self._streams(input_ids, None), input_ids, step, caches)
 
     def _feed_context(self, walk: Walk, plan: object) -> None:
         """Compute the pass of ``walk``, planned as ``plan``, and write what the draft keeps of its tokens."""

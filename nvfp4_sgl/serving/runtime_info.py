@@ -37,6 +37,7 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         "sampling": str(settings.resolved("sampling_backend")),
         "requests": shared_requests.way(),
         "draft": describe_draft(),
+        "prompt_graphs": describe_prompts(runner.attn_backend),
         "boundaries": model.choice.boundaries.names(),
     }
 
@@ -46,6 +47,14 @@ def describe_draft() -> str:
     if settings.drafts_blocks():
         return f"DSpark, blocks of {settings.draft_block()} tokens"
     return f"MTP, {settings.draft_steps()} steps" if settings.draft_algorithm() else "none"
+
+
+def describe_prompts(backend: Any) -> dict[str, Any]:
+    """Tokens of the prompt passes that are captured, the padding's included, and how many passes ran so."""
+    prompts = getattr(backend, "prompts", None)
+    if prompts is None:
+        return {"tokens": [], "replays": 0}
+    return {"tokens": sorted({shape.tokens for shape in prompts.shapes}), "replays": prompts.replays}
 
 
 def log(scheduler: Any) -> None:

@@ -17,6 +17,7 @@ from nvfp4_sgl.serving import (
     grammars,
     kv_pool,
     metrics,
+    prompt_graphs,
     requests,
     runtime_info,
     shared_requests,
@@ -91,6 +92,7 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
             first_requests.compile_nothing()
         original(scheduler, *args, **kwargs)
         if ours:
+            prompt_graphs.capture(scheduler.tp_worker.model_runner)
             first_requests.warm_up(scheduler)
             shared_requests.share()
             metrics.watch(scheduler)

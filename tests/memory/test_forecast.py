@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,18 @@ def test_fp32_sums_of_w4a4_on_hopper_are_estimated() -> None:
     name = "activations of a prefill chunk"
     # Gate and up of seven experts a token, two more bytes for each value; or what wq_b gives.
     assert rounded.estimated[name] - plain.estimated[name] >= 8192 * 7 * 2 * 2048 * 2
+
+
+def test_graphs_of_prompts_are_estimated() -> None:
+    """Activations of the largest; scores of a million tokens where those of few decode requests are too few."""
+    plain = Setting(1, 256, 1 << 20, 8192, 2, None, 0.1, 0.85)
+    name, chunk = "graphs of prompts", "activations of a prefill chunk"
+    assert name not in forecast(FLASH_VERIFIED, "sm_90a", plain, None).estimated
+    found = forecast(FLASH_VERIFIED, "sm_90a", replace(plain, prompt_tokens=2048), None).estimated
+    slots = 4096 * 8192 * 4
+    assert found[name] == found[chunk] // 4 + slots
+    few = forecast(FLASH_VERIFIED, "sm_90a", replace(plain, requests=16, prompt_tokens=2048), None).estimated
+    assert few[name] == found[name] + (256 << 20)
 
 
 # --- the sum ------------------------------------------------------------------------------------------------------

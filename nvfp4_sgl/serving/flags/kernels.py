@@ -32,10 +32,11 @@ KERNELS: Mapping[str, Row] = {
         "tests/serving/test_sglang_private.py::test_graphs_of_prompts_are_refused_in_json_too", "cuda_graph_config"
     ),
     "cuda_graph_backend_decode": Works(GRAPHS, (None, "full", "disabled"), ("breakable",)),
-    "cuda_graph_backend_prefill": Refused(),  # plans for captured passes are those of decoding
+    "cuda_graph_backend_prefill": Refused(),  # SGLang's own graphs of prompts, which know nothing of our layers
+    **works("tests/serving/test_prompt_graphs.py::test_what_stands_against_them", "disable_prefill_cuda_graph"),
     **without_effect(
-        "no pass over a prompt is captured",
-        *("disable_prefill_cuda_graph", "cuda_graph_max_bs_prefill", "cuda_graph_bs_prefill"),
+        "for SGLang's own graphs of prompts, which are refused",
+        *("cuda_graph_max_bs_prefill", "cuda_graph_bs_prefill"),
         *("cuda_graph_prefill_max_context", "cuda_graph_max_seq_len_prefill"),
     ),
     "bf16_gemm_backend": Refused(("auto", "torch")),

@@ -85,6 +85,9 @@ NAMES = {
         "",
     ),
     "get_parallel": Private("sglang.srt.runtime_context:get_parallel", "tensor-parallel rank and size", ""),
+    "graph_capture": Private(
+        "sglang.srt.distributed.parallel_state:graph_capture", "collectives of captured prompts", "stream"
+    ),
     "tensor_model_parallel_all_reduce": Private(
         "sglang.srt.distributed:tensor_model_parallel_all_reduce", "sum over TP ranks", "input_"
     ),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed
 from torch import Tensor
 
@@ -43,6 +46,13 @@ def tp_all_gather(tensor: Tensor) -> Tensor:
     else:
         group.all_gather_into_tensor(rows, tensor)
     return rows
+
+
+@contextmanager
+def graph_capture() -> Iterator[torch.cuda.Stream]:
+    """Inside, collectives may be captured, on the stream that is given; at the end ranks exchange their buffers."""
+    with find("graph_capture")() as found:
+        yield found.stream
 
 
 def tp_gather_columns(tensor: Tensor) -> Tensor:

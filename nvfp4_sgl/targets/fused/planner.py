@@ -13,7 +13,7 @@ from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.targets.fused.attention import packed
-from nvfp4_sgl.targets.fused.step import Scratch, Step, device_frequencies
+from nvfp4_sgl.targets.fused.step import Scratch, Step, device_frequencies, score_rows
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
 from nvfp4_sgl.triton_kernels.hyper_connection.streams import expand_streams
 
@@ -32,7 +32,7 @@ class FusedPlanner:
         self.context, self.slots, self.caches = context, slots, caches
         self.scratch = Scratch(context.device)
         self._frequencies = device_frequencies(context.config, context.device)
-        self._scores: Tensor | None = None
+        self._scores: dict[int, Tensor] = {}
         self._added: dict[tuple[int, int], Tensor] = {}
         self._captured: list[Step] = []
 
@@ -63,7 +63,10 @@ class FusedPlanner:
 
     def reserve(self, tokens: int) -> None:
         """Allocate index scores for the largest graph; graphs run one at a time and share them."""
-        self._scores = Step.new_scores(self.context.config, tokens, self.slots.longest, self.context.device)
+        self._scores[self.slots.longest] = self._new_scores(tokens, self.slots.longest)
+
+    def _new_scores(self, rows: int, longest: int) -> Tensor:
+        return Step.new_scores(self.context.config, rows, longest, self.context.device)
 
     def capture(self, request: PassRequest) -> Step:
         """Room for a pass that is about to be captured; :meth:`fill` is part of the graph.
@@ -71,13 +74,27 @@ class FusedPlanner:
         It stays allocated as long as this planner: the graph holds its addresses, and nothing else need hold the step.
         Freed, it would be others' memory, or after ``torch.cuda.empty_cache`` nobody's, when the graph is replayed.
         """
-        assert self._scores is not None, "reserve has not run"
-        tokens, reserved = request.positions.shape[0], self._scores.shape[0]
-        assert tokens <= reserved, f"reserve has run for {reserved} tokens, the pass has {tokens}"
-        step = self.allocate(request, scores=self._scores)
+        step = self.allocate(request, scores=self._shared_scores(request))
         self._captured.append(step)
         self._tokens_added(request)
         return step
+
+    def _shared_scores(self, request: PassRequest) -> Tensor:
+        """The index scores of a pass that is about to be captured, which other graphs use, too.
+
+        Prompts have their own where too few are reserved, or for shorter sequences: what is captured first is largest.
+        """
+        tokens = request.positions.shape[0]
+        if request.kind.is_by_size:
+            scores = self._scores.get(self.slots.longest)
+            assert scores is not None, "reserve has not run"
+            assert tokens <= len(scores), f"reserve has run for {len(scores)} tokens, the pass has {tokens}"
+            return scores
+        assert request.longest is not None, "a prompt is captured for a longest sequence"
+        rows, scores = score_rows(tokens, request.longest), self._scores.get(request.longest)
+        if scores is None or len(scores) < rows:
+            scores = self._scores[request.longest] = self._new_scores(rows, request.longest)
+        return scores
 
     def fill(self, step: Step, request: PassRequest) -> None:
         """Fill a step on the device; kernels only."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nvfp4_sgl.cache.layout import Rings
 from nvfp4_sgl.config import LayerKind, ModelConfig, RopeTable
-from nvfp4_sgl.limits import MAX_ROUTED_EXPERTS
+from nvfp4_sgl.limits import MAX_ROUTED_EXPERTS, MAX_SCORES_AT_ONCE
 from nvfp4_sgl.model.contract import PassKind
 from nvfp4_sgl.model.policy import Choice, Policy
 from nvfp4_sgl.model.rope_tables import frequencies
@@ -22,22 +22,19 @@ from nvfp4_sgl.triton_kernels.hyper_connection.site import new_site_semaphores
 from nvfp4_sgl.triton_kernels.indexer.topk import Candidates, new_candidates
 from nvfp4_sgl.triton_kernels.plan.resolve import Plan, resolve
 
-MAX_SCORES_AT_ONCE = 1 << 26
-"""Most fp32 index scores held at once (256 MiB), unless one query alone has more: a prompt is scored in parts."""
-
 
 def index_entries(longest: int) -> int:
     """Ratio-4 entries of a sequence of ``longest`` tokens, rounded up to whole pages of 64."""
     return -(-max(longest // 4, 1) // 64) * 64
 
 
-def _scores_at_once(longest: int) -> int:
-    """Tokens whose index scores are held at once; where there are many, a multiple of 16.
+def score_rows(tokens: int, longest: int) -> int:
+    """Tokens of a prompt whose index scores are held at once: all, or where that is too much a multiple of 16.
 
     Parts of a prompt then begin at aligned addresses: Triton compiles another variant for others.
     """
-    tokens = max(1, MAX_SCORES_AT_ONCE // index_entries(longest))
-    return tokens // 16 * 16 or tokens
+    at_once = max(1, MAX_SCORES_AT_ONCE // index_entries(longest))
+    return min(tokens, at_once // 16 * 16 or at_once)
 
 
 def device_frequencies(config: ModelConfig, device: torch.device) -> dict[RopeTable, Tensor]:
@@ -168,7 +165,7 @@ class Step:
             is_decode=kind is PassKind.DECODE,
             is_block=kind is PassKind.BLOCK,
         )
-        rows = tokens if kind.is_by_size else min(tokens, _scores_at_once(longest))
+        rows = tokens if kind.is_by_size else score_rows(tokens, longest)
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         cos_sin = torch.empty(len(RopeTable), tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
         semaphores = scratch.attention_semaphores(tokens, config.num_attention_heads)

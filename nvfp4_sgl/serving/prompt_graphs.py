@@ -1,0 +1,58 @@
+"""Prompt passes of a server in CUDA graphs: whether there are some, which, and which passes they take.
+
+SGLang has graphs of prompts of its own, which leave DeepSeek-V4 out. These are captured when the scheduler is built,
+and stand for the body of the model; logits are computed behind them, of the tokens that need some. What runs where:
+
+=====================================================================  ================================================
+pass                                                                   runs
+=====================================================================  ================================================
+tokens of prompts, as many as a graph holds                            in the least graph that holds it
+more tokens, or more requests than a graph has                         eagerly, launch by launch
+decode, verify                                                         in SGLang's graphs
+a server with a draft, without graphs, with ``NVFP4_SGL_TRACE``,       every prompt eagerly: nothing is captured here
+on a CPU, or with ``--disable-prefill-cuda-graph``
+=====================================================================  ================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_sgl.model.static_prompt import shapes, unscored_length
+from nvfp4_sgl.prompt_graphs import PromptGraphs
+from nvfp4_sgl.prompt_sizes import REQUESTS
+from nvfp4_sgl.serving import stages
+from nvfp4_sgl.serving.prompt_switch import captured_tokens
+from nvfp4_sgl.serving.sglang import parallel
+
+
+def capture(runner: Any) -> None:
+    """Capture the prompts of SGLang's ``ModelRunner``, whose backend then takes them; all ranks call this at once."""
+    tokens = captured_tokens()
+    if not tokens:
+        return
+    model, backend = runner.model, runner.attn_backend
+    slots = backend.planner.slots
+
+    def body(ids: Tensor, step: Any) -> Tensor:
+        hidden: Tensor = model.body(ids, step, backend.caches)
+        return hidden
+
+    with stages.stage("prompt graphs") as words:
+        among = shapes(
+            tokens,
+            min(REQUESTS, slots.requests + 1),
+            longest=slots.longest,
+            columns=slots.table.shape[1],
+            unscored=unscored_length(model.model_config),
+        )
+        before = torch.cuda.mem_get_info()[0]
+        prompts = PromptGraphs(backend.planner, body, among, runner.device)
+        with parallel.graph_capture() as stream:
+            prompts.capture(stream)
+        backend.prompts = prompts
+        words.append(f"{', '.join(map(str, sorted({shape.tokens for shape in among})))} tokens")
+        words.append(f"{len(among)} graphs, {(before - torch.cuda.mem_get_info()[0]) / 1e9:.2f} GB")

@@ -1,0 +1,56 @@
+"""Which prompt passes a server captures, by its flags and :data:`SWITCH`."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.prompt_sizes import BY_DEFAULT, TOKENS
+from nvfp4_sgl.serving.sglang import settings
+
+SWITCH = "NVFP4_SGL_PROMPT_GRAPHS"
+"""Environment variable: 1 captures prompts, 0 does not."""
+
+
+def asked() -> bool | None:
+    """What :data:`SWITCH` says; ``None`` if it is not set.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    given = os.environ.get(SWITCH, "")
+    if given not in ("", "0", "1"):
+        raise ConfigError(f"{SWITCH}: expected 0 or 1, found {given!r}; correct it, or unset it")
+    return None if not given else given == "1"
+
+
+def captured_tokens() -> tuple[int, ...]:
+    """Tokens of the prompt passes that this server captures; empty if it captures none.
+
+    Raises:
+        ConfigError: prompts are asked for by :data:`SWITCH`, and something else stands against it.
+    """
+    wanted = asked()
+    if wanted is False or (wanted is None and not BY_DEFAULT):
+        return ()
+    against = obstacle()
+    if against is None:
+        return tuple(count for count in TOKENS if count <= settings.largest_prefill())
+    if wanted:
+        raise ConfigError(f"{SWITCH}=1: {against}; unset {SWITCH}, or set it to 0")
+    return ()
+
+
+def obstacle() -> str | None:
+    """Why this server captures no prompts; ``None`` if it can."""
+    if not torch.cuda.is_available():
+        return "expected a GPU, found none"
+    if settings.has_no_graphs():
+        return "expected a server with CUDA graphs, found them disabled (--disable-cuda-graph)"
+    if settings.given_arguments(settings.served_arguments())["disable_prefill_cuda_graph"]:
+        return "expected graphs of prompts to be allowed, found --disable-prefill-cuda-graph"
+    if settings.draft_algorithm() is not None:
+        return "expected no draft, which reads more of a pass than a graph keeps, found --speculative-algorithm"
+    return None
