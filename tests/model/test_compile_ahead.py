@@ -47,6 +47,7 @@ from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
 from nvfp4_sgl.triton_kernels.indexer import scores
 from tests.sm100.emulator.host import runtime_library
 from tests.support import on_import
+from tests.support.full import but_for
 
 W4A16, W4A4 = ActivationMode.W4A16, ActivationMode.W4A4
 CASES = [
@@ -58,6 +59,8 @@ CASES = [
     ("sm_100a", W4A4, "nvfp4-full"),
     ("sm_100a", W4A4, "nvfp4-experts"),
 ]
+"""Each target and mode runs in each of two tests, with one format in one and another in the other but with --full."""
+LAUNCHED, UNSTORED = CASES[::2], CASES[1::2]
 CAPACITY, REQUESTS = 1024, 6
 META = torch.device("meta")
 
@@ -357,7 +360,7 @@ class OnTheCpu:
         return self.variants(lambda: planner.warm_up(self.model.decoder, self.model.table, CAPACITY))
 
 
-@pytest.mark.parametrize(("target", "mode", "name"), CASES)
+@pytest.mark.parametrize(("target", "mode", "name"), but_for(CASES, *UNSTORED))
 def test_no_pass_launches_what_the_warm_up_does_not(
     target: str, mode: ActivationMode, name: str, checkpoints: dict[str, Path]
 ) -> None:
@@ -384,7 +387,8 @@ def test_no_pass_launches_what_the_warm_up_does_not(
 
 
 @pytest.mark.parametrize(
-    ("target", "mode", "name", "uniform"), [*((*case, False) for case in CASES), (*CASES[0], True)]
+    ("target", "mode", "name", "uniform"),
+    but_for([*((*case, False) for case in CASES), (*CASES[0], True)], *((*case, False) for case in LAUNCHED)),
 )
 def test_a_model_without_storage_needs_the_same_kernels(
     target: str, mode: ActivationMode, name: str, uniform: bool, checkpoints: dict[str, Path]

@@ -37,7 +37,7 @@ from nvfp4_sgl.weights.parallel import lone_rank
 from tests.support.released import FLASH, PRO, config_json
 
 MODELS = {"flash": FLASH, "pro": PRO}
-PASSES = 120
+PASSES = 40
 """Random passes of each server."""
 MOST_PROMPTS = 40
 """Most prompts of a pass."""

@@ -10,6 +10,7 @@ from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from tests.sm90.support.products import ProductCase, compile_shape
 from tests.sm100.emulator import Compiled, EmulatorError, Options
 from tests.sm100.support.mutants import without_each
+from tests.support.full import but_for
 
 MODES = {
     "immediate": Options(),
@@ -82,10 +83,15 @@ def test_a_dropped_wait_for_operands_is_noticed(by: str) -> None:
     assert not survives(without_wait(compile_shape(CASES[by].shape), 0), CASES[by])
 
 
-@pytest.mark.parametrize("by", RINGS)
-def test_stages_are_filled_again(by: str) -> None:
-    for options in MODES.values():
-        RINGS[by].check(options)
+FILLED = [(by, mode) for by in RINGS for mode in MODES]
+"""A ring in every mode: those of warps and of a split differ by what a cluster exchanges."""
+REPEATED = [("warps, K split", mode) for mode in ("immediate", "tensor core starved", "copies by lanes starved")]
+REPEATED += [("warps", "stores to the cluster starved"), ("warpgroups", "stores to the cluster starved")]
+
+
+@pytest.mark.parametrize(("by", "mode"), but_for(FILLED, *REPEATED))
+def test_stages_are_filled_again(by: str, mode: str) -> None:
+    RINGS[by].check(MODES[mode])
 
 
 @pytest.mark.parametrize("by", RINGS)

@@ -5,6 +5,7 @@ Known by compiling alone; nothing here runs.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,6 @@ from nvfp4_sgl.cutedsl_kernels.common.shape import SHARED_CAPACITY, TOKEN_TILES,
 from nvfp4_sgl.cutedsl_kernels.sm100.epilogue import Epilogue
 from nvfp4_sgl.cutedsl_kernels.sm100.gemm import BlockScaledGemm
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import ADDED_SLICES, STAGE_MMAS, TENSOR_COLUMNS, KernelShape
-from tests.sm100.emulator import compile_for
 from tests.sm100.support.products import LIMIT
 from tests.sm100.support.sass import Binary, compile_binary
 
@@ -54,14 +54,17 @@ def epilogue_of(shape: KernelShape) -> Epilogue:
     return Epilogue(limit, weighted=shape.grouped and not shape.gated, row_scale_constant=constant)
 
 
-def compiled(shape: KernelShape, architecture: str) -> Binary:
-    entry = Entry(BlockScaledGemm(shape, epilogue_of(shape)))
-    return compile_binary(architecture, entry, *entry.example())
+@functools.cache
+def compiled(shape: KernelShape, architecture: str) -> tuple[Binary, int]:
+    """What is executed, and the bytes of shared memory that the kernel's storage takes."""
+    gemm = BlockScaledGemm(shape, epilogue_of(shape))
+    entry = Entry(gemm)
+    return compile_binary(architecture, entry, *entry.example()), gemm.storage.size_in_bytes()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
 def test_sass_for_sm_100a(shape: KernelShape) -> None:
-    binary = compiled(shape, "sm_100a")
+    binary, _ = compiled(shape, "sm_100a")
     kind, scales = ("UTCOMMA", ".4X") if shape.operands == "nvfp4" else ("UTCQMMA", "")
     mma = f"{kind}.2CTA{scales}" if shape.pair else f"{kind}{scales}"
     assert binary.opcodes[mma] == binary.count(kind) == STAGE_MMAS, "block-scaled MMAs of one stage"
@@ -80,7 +83,7 @@ def test_sass_for_sm_100a(shape: KernelShape) -> None:
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[-1]], ids=name)
 def test_sass_for_sm_103a(shape: KernelShape) -> None:
-    binary = compiled(shape, "sm_103a")
+    binary, _ = compiled(shape, "sm_103a")
     assert binary.count("UTCOMMA") == STAGE_MMAS
     assert binary.count("STL") == binary.count("LDL") == binary.stack == binary.local == 0
 
@@ -117,10 +120,7 @@ def test_memory_budgets(shape: KernelShape) -> None:
 @pytest.mark.parametrize("shape", [*SHAPES, KernelShape(256, output="fp32")], ids=name)
 def test_shared_memory_is_what_the_shape_says(shape: KernelShape) -> None:
     """The stages are chosen by a bound on all else: no less than what the kernel takes, and not much more."""
-    gemm = BlockScaledGemm(shape, epilogue_of(shape))
-    entry = Entry(gemm)
-    compile_for("sm_100a", entry, *entry.example())
-    taken = gemm.storage.size_in_bytes()
+    _, taken = compiled(shape, "sm_100a")
     assert taken <= shape.shared_bytes <= taken + 3 * 1024
 
 

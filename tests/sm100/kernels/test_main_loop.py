@@ -66,13 +66,16 @@ def test_the_cost_model_knows_an_epilogue(shape: KernelShape) -> None:
     assert times.drains[-1] - ends == pytest.approx(epilogue_cycles(shape), rel=EPILOGUES[shape])
 
 
+TILES = 4
+
+
 @pytest.mark.parametrize("shape", [KernelShape(8, grouped=True), KernelShape(128, grouped=True)], ids=str)
 def test_a_short_product_waits_for_no_factors(shape: KernelShape) -> None:
-    """Eight tiles of a single stage: an epilogue has the next tile's factors under way while it works on one."""
+    """Tiles of a single stage: an epilogue has the next tile's factors under way while it works on one."""
     model = TimingModel.from_memory()
-    times = timeline(shape, features=8 * 128, k=256, tokens=shape.token_tile, model=model)
+    times = timeline(shape, features=TILES * 128, k=256, tokens=shape.token_tile, model=model)
     assert times.drains[2] < model.global_latency + epilogue_cycles(shape)
-    assert times.idle.get("accumulators", 0.0) < 8 * 10
+    assert times.idle.get("accumulators", 0.0) < TILES * 10
 
 
 def test_gated_prefill_waits_for_no_epilogue() -> None:

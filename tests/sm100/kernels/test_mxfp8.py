@@ -12,6 +12,7 @@ from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Options
 from tests.sm100.support.products import ExpertCase, ProductCase, run
 from tests.sm100.support.scaled_gemm import ScaledGemm, ScaledOperand
+from tests.support.full import full
 
 STRICT = Options(strict_tensor_waits=True)
 
@@ -64,12 +65,12 @@ def test_persistent_clusters_share_the_tiles(clusters: int) -> None:
     ProductCase(dense(8), tokens=8, features=5 * 128, k=256).check(STRICT, clusters)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *full(2)])
 def test_any_order_of_warps_gives_the_same(seed: int) -> None:
     ProductCase(dense(128, pair=True), tokens=140, features=264, k=416).check(Options("random", seed))
 
 
-@pytest.mark.parametrize("shape", [dense(128, output="fp32"), dense(128, pair=True, output="fp32")], ids=str)
+@pytest.mark.parametrize("shape", [*full(dense(128, output="fp32")), dense(128, pair=True, output="fp32")], ids=str)
 def test_equals_nvidias_kernel_bit_for_bit(shape: KernelShape) -> None:
     """The same bytes in NVIDIA's GEMM, as FlashInfer installs it: the layouts are what it reads."""
     pytest.importorskip("flashinfer")
@@ -84,6 +85,7 @@ def test_equals_nvidias_kernel_bit_for_bit(shape: KernelShape) -> None:
     assert torch.equal(call.out[:, 0], theirs.T)
 
 
+@pytest.mark.full
 def test_a_gemm_of_flash_for_one_token() -> None:
     """wq_a and wkv, merged: 1536 features by 4096."""
     ProductCase(dense(8, split_k=4, output="fp32"), tokens=1, features=1536, k=4096).check(clusters=4)

@@ -9,6 +9,7 @@ import pytest
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Options
 from tests.sm100.support.products import ProductCase
+from tests.support.full import full
 
 STRICT = Options(strict_tensor_waits=True)
 
@@ -24,24 +25,28 @@ DENSE = [
     ProductCase(KernelShape(128, pair=True), tokens=140, features=392, k=320),
     ProductCase(KernelShape(256), tokens=300, features=136, k=320),
     ProductCase(KernelShape(256, pair=True), tokens=270, features=264, k=320),
-    ProductCase(KernelShape(256, pair=True, output="fp32"), tokens=257, features=520, k=256),
     # Pairs that share operands by multicast; blocks of tiles that reach beyond the output.
     ProductCase(KernelShape(128, pair=True, shared_tokens=2), tokens=131, features=600, k=192),
     ProductCase(KernelShape(128, pair=True, shared_weights=2), tokens=131, features=264, k=320),
-    ProductCase(KernelShape(256, pair=True, shared_tokens=2, shared_weights=2), tokens=300, features=520, k=128),
+    ProductCase(KernelShape(256, pair=True, shared_tokens=2, shared_weights=2), tokens=300, features=264, k=64),
     ProductCase(KernelShape(128, pair=True, shared_tokens=4), tokens=128, features=1032, k=64),
 ]
 SPLIT = [
     ProductCase(KernelShape(8, split_k=2), tokens=3, features=136, k=576),
     ProductCase(KernelShape(16, split_k=4), tokens=16, features=256, k=1088),
-    ProductCase(KernelShape(32, split_k=8), tokens=20, features=128, k=2112),
-    ProductCase(KernelShape(64, split_k=4, output="fp32"), tokens=50, features=200, k=1024),
+    ProductCase(KernelShape(32, split_k=8, output="fp32"), tokens=7, features=72, k=2112),
     ProductCase(KernelShape(64, split_k=2), tokens=64, features=136, k=512),
 ]
 BATCHED = [
     ProductCase(KernelShape(8), tokens=5, features=136, k=320, groups=3),
     ProductCase(KernelShape(128, pair=True), tokens=130, features=256, k=128, groups=2),
     ProductCase(KernelShape(16, split_k=2), tokens=10, features=128, k=512, groups=2),
+]
+LARGER = [
+    ProductCase(KernelShape(256, pair=True, output="fp32"), tokens=257, features=520, k=256),
+    ProductCase(KernelShape(256, pair=True, shared_tokens=2, shared_weights=2), tokens=300, features=520, k=128),
+    ProductCase(KernelShape(32, split_k=8), tokens=20, features=128, k=2112),
+    ProductCase(KernelShape(64, split_k=4, output="fp32"), tokens=50, features=200, k=1024),
 ]
 
 
@@ -52,7 +57,7 @@ def name(case: ProductCase) -> str:
     return f"{kind}{case.shape.token_tile} {case.shape.output} {case.tokens}x{case.features}x{case.k}{groups}"
 
 
-@pytest.mark.parametrize("case", DENSE + SPLIT + BATCHED, ids=name)
+@pytest.mark.parametrize("case", [*DENSE, *SPLIT, *BATCHED, *full(*LARGER)], ids=name)
 def test_equals_fp64_after_rounding(case: ProductCase) -> None:
     case.check(STRICT)
 
