@@ -96,11 +96,10 @@ class StaticPrompt:
         self.shape, self._padding_request, self.used = shape, padding_request, 0
         self._count = torch.arange(shape.tokens, device=device)
         self.ids = torch.zeros(shape.tokens, dtype=torch.int64, device=device)
-        requests, ends, added = torch.zeros(3, shape.requests, dtype=torch.int64, device=device).unbind()
-        # int32 as in SGLang's batches: Triton compiles apart for another type.
-        self.request = PassRequest(
-            self._count.clone(), requests, ends, PassKind.EXTEND, added.int(), longest=shape.longest
-        )
+        # A tensor each, and int32 as in SGLang's batches: Triton compiles apart for other alignments and types.
+        requests, ends = (torch.zeros(shape.requests, dtype=torch.int64, device=device) for _ in range(2))
+        added = torch.zeros(shape.requests, dtype=torch.int32, device=device)
+        self.request = PassRequest(self._count.clone(), requests, ends, PassKind.EXTEND, added, longest=shape.longest)
         self._pad(0, 0)
 
     def load(self, request: PassRequest) -> None:

@@ -20,18 +20,21 @@ from nvfp4_sgl.model.static_prompt import Shape, shapes, unscored_length
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.prompt_graphs import PromptGraph, PromptGraphs
 from nvfp4_sgl.prompt_sizes import TOKENS
+from nvfp4_sgl.serving.prompt_switch import SWITCH
 from nvfp4_sgl.standalone import Standalone
 from tests.support import native
 from tests.support.bf16_logprobs import generate, prompt
 from tests.support.gpu_server import FLAGS
 from tests.support.gpu_server import SHAPES as SERVED
+from tests.support.gpus import TWO_GPUS
 from tests.support.interpreted import ON_GPU
 from tests.support.server import ServerPool
 
 RUNS = native.runs() if ON_GPU else (native.Run("sm_90a", ActivationMode.W4A16),)
 """Interpreted on one target: what is padded is the same on all."""
-DEPTH: dict[str, Any] = {} if ON_GPU else {"num_hidden_layers": 3, "n_routed_experts": 6}
-CAPTURED, CAPACITY = ((256, 512), 2048) if ON_GPU else ((6,), 256)
+SMALL: dict[str, Any] = {} if ON_GPU else {"num_hidden_layers": 3, "n_routed_experts": 6, "index_topk": 1}
+"""Interpreted, a token that sees two entries has to choose."""
+CAPTURED, CAPACITY = ((256, 512), 2048) if ON_GPU else ((6, 8), 256)
 REQUESTS, FILLER = 6, 5
 """The last request stands where padding is."""
 
@@ -48,7 +51,7 @@ SCRIPT: tuple[Added, ...] = (
         {2: 511},
     )
     if ON_GPU
-    else ({0: 3, 1: 2}, {1: 4})
+    else ({0: 3, 1: 2}, {0: 5})
 )
 SHARED_PAGES = {4: 1} if ON_GPU else {}
 """Pages of request 0 that a request begins with."""
@@ -63,7 +66,7 @@ def run(request: pytest.FixtureRequest) -> native.Run:
 @pytest.fixture(scope="module")
 def model(run: native.Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]:
     (target, mode), device = run, "cuda" if ON_GPU else "cpu"
-    checkpoint = native.write_checkpoint(target, tmp_path_factory.mktemp("tiny"), seed=11, mode=mode, **DEPTH)
+    checkpoint = native.write_checkpoint(target, tmp_path_factory.mktemp("tiny"), seed=11, mode=mode, **SMALL)
     with native.gemms(target):
         yield Standalone(checkpoint, target=target, mode=mode, device=device, requests=REQUESTS, capacity=CAPACITY)
 
@@ -240,6 +243,7 @@ def test_index_scores_are_shared(model: Standalone, prompts: PromptGraphs):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(900)
 def test_time_of_a_prompt(run: native.Run, tmp_path_factory: pytest.TempPathFactory):
     """Printed (``-s``): of a deeper model, whose eager pass waits for Python."""
     path = native.write_checkpoint(
@@ -293,28 +297,32 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
 @pytest.mark.gpu
 @pytest.mark.server
 @pytest.mark.timeout(900)
-def test_a_server_answers_as_one_without_graphs_of_prompts(serve: ServerPool, tmp_path_factory: pytest.TempPathFactory):
-    """Bit for bit where a pass has as many tokens as its graph: cold, behind a cached prefix, and in chunks."""
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO_GPUS)])
+def test_a_server_answers_as_one_without(ranks: int, serve: ServerPool, tmp_path_factory: pytest.TempPathFactory):
+    """Bit for bit where a pass has as many tokens as its graph: cold, behind a cached prefix, divided over ranks.
+
+    A sum over two ranks has no order.
+    """
     (target,) = native.targets()
-    checkpoint = native.write_checkpoint(target, tmp_path_factory.mktemp("served"), seed=3, **SERVED)
+    shapes = {**SERVED, "moe_intermediate_size": 128}  # a rank's share is 64
+    checkpoint = native.write_checkpoint(target, tmp_path_factory.mktemp("served"), seed=3, **shapes)
+    flags = (*FLAGS, "--chunked-prefill-size", str(TOKENS[-1]), "--tp-size", str(ranks))
     first = prompt(512, seed=9)
 
     def answers(switch: str) -> tuple[list[Any], dict[str, Any]]:
-        server = serve(checkpoint, *FLAGS, environment={"NVFP4_SGL_PROMPT_GRAPHS": switch})
+        server = serve(checkpoint, *flags, environment={SWITCH: switch})
         begun = server.info()["prompt_graphs"]["replays"]
-        found = [generate(server, prompt(n, seed=7), 20) for n in (256, 512, 1024, 2048)]
+        found = [generate(server, prompt(n, seed=7), 20) for n in TOKENS]
         found += [generate(server, ids, 20) for ids in (first, [*first, *prompt(256, seed=10)])]
         assert found[-1]["meta_info"]["cached_tokens"] == 512
-        for n in (5, 300, 700):  # padded: served, and no more said
+        for n in (5, 300, 700):  # padded: served, and no more is said here
             assert len(generate(server, prompt(n, seed=8), 20)["output_ids"]) == 20
         info = server.info()["prompt_graphs"]
-        return [answer["meta_info"]["output_token_logprobs"] for answer in found], {
-            **info,
-            "replays": info["replays"] - begun,
-        }
+        bits = [answer["meta_info"]["output_token_logprobs"] for answer in found]
+        return bits, {**info, "replays": info["replays"] - begun}
 
     captured, info = answers("1")
-    assert info == {"tokens": [256, 512, 1024], "replays": 10}
+    assert info == {"tokens": [*TOKENS], "replays": 9}
     eager, none = answers("0")
     assert none == {"tokens": [], "replays": 0}
     assert captured == eager
