@@ -16,7 +16,8 @@ from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.config_fields import DSPARK
 from nvfp4_sgl.draft_config import DsparkConfig
-from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.errors import CheckpointError, ConfigError
+from nvfp4_sgl.files import shown
 
 
 class DraftKind(enum.StrEnum):
@@ -106,11 +107,28 @@ def draft_specs(kind: DraftKind, raw: Mapping[str, Any], config: ModelConfig) ->
     """Logical tensors of a draft, by stem or name.
 
     Raises:
-        ConfigError: DSpark's fields of config.json are absent or wrong.
+        ConfigError: DSpark's fields of config.json are absent or wrong, or fields say that MTP is not one block with a
+            window.
     """
     if kind is DraftKind.MTP:
+        _check_mtp(raw, config)
         return mtp_specs(config)
     return dspark_specs(config, DsparkConfig.parse(raw, config))
+
+
+def _check_mtp(raw: Mapping[str, Any], config: ModelConfig) -> None:
+    """Refuse fields of config.json that say of an MTP draft what is not implemented."""
+    blocks, layers = config.num_nextn_predict_layers, config.num_hidden_layers
+    if blocks > 1:
+        raise ConfigError(
+            f"config.json: field 'num_nextn_predict_layers': expected 1, the block of an MTP draft, found {blocks};"
+            " more are not implemented: serve without --speculative-algorithm"
+        )
+    if any(raw["compress_ratios"][layers:]):
+        raise ConfigError(
+            f"config.json: field 'compress_ratios': expected {layers} entries, and a 0 for the block of an MTP draft,"
+            f" which has a window alone, found {shown(raw['compress_ratios'])}; serve without --speculative-algorithm"
+        )
 
 
 def verify_draft(inventory: Inventory, raw: Mapping[str, Any], config: ModelConfig) -> Draft | None:

@@ -30,7 +30,7 @@ from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.stored_files import StoredFiles
 from nvfp4_sgl.checkpoint.sweep import Sweep, available_cores, row_ranges
 from nvfp4_sgl.checkpoint.verified import Verified
-from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.errors import CheckpointError, Nvfp4SglError
 from nvfp4_sgl.formats.nvfp4 import BLOCK
 
 CHUNK_BYTES = 4 * 2**20
@@ -162,6 +162,17 @@ def scan(
         result.inexact += found.inexact
     result.nbytes = worker.sweep.nbytes
     return result
+
+
+def scan_draft(
+    verified: Verified, *, whole: bool = True, threads: int | None = None, progress: TextIO | None = None
+) -> Scan | None:
+    """:func:`scan` of the draft that is bundled; ``None`` if there is none, or none that is complete."""
+    try:
+        draft = verified.draft()
+    except Nvfp4SglError:
+        return None
+    return None if draft is None else scan(verified, whole=whole, threads=threads, progress=progress, draft=draft)
 
 
 class _Worker:

@@ -37,13 +37,15 @@ def run(args: argparse.Namespace) -> int:
     wrong before that raises; with ``--json`` it is printed, too.
     """
     try:
-        verified, found = verify(args.directory), None
+        verified, found, of_draft = verify(args.directory), None, None
         check_beside(args.directory, verified.config.vocab_size)
         if args.values or args.scales:
-            from nvfp4_sgl.checkpoint.scan import scan
+            from nvfp4_sgl.checkpoint.scan import scan, scan_draft
 
             found = scan(verified, whole=args.values, threads=args.threads)
-        inspection = inspect(verified, found, checksums.check(verified.inventory) if args.checksums else None)
+            of_draft = scan_draft(verified, whole=args.values, threads=args.threads)
+        differing = checksums.check(verified.inventory) if args.checksums else None
+        inspection = inspect(verified, found, differing, of_draft)
     except Nvfp4SglError as error:
         if args.json:
             print_json(broken_as_json(args.directory, error))

@@ -131,8 +131,17 @@ class Inspection:
         return f"complete, and its {what}{notes}"
 
 
-def inspect(verified: Verified, scan: Scan | None = None, checksums: list[str] | None = None) -> Inspection:
-    """Ask every target whether it serves a checkpoint; ``scan`` is what its values gave, ``checksums`` what differs."""
+def inspect(
+    verified: Verified,
+    scan: Scan | None = None,
+    checksums: list[str] | None = None,
+    draft_scan: Scan | None = None,
+) -> Inspection:
+    """Ask every target whether it serves a checkpoint.
+
+    Args:
+        scan, draft_scan: what the values of the decoder and of the draft gave. checksums: what differs from them.
+    """
     refused: dict[str, str | None] = {}
     for target in words():
         try:
@@ -147,6 +156,10 @@ def inspect(verified: Verified, scan: Scan | None = None, checksums: list[str] |
             draft = verified.draft()
         except Nvfp4SglError as error:
             problem = str(error)
+    if draft_scan is not None and draft_scan.problems:
+        wrong = draft_scan.problems
+        said = "; ".join(finding_lines(wrong, ()))
+        draft, problem = None, f"draft: values of {counted(len(wrong), 'tensor')} are wrong: {said}"
     return Inspection(verified, refused, scan, checksums, draft, problem)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 from nvfp4_sgl.checkpoint import checksums
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.findings import Finding
-from nvfp4_sgl.checkpoint.scan import scan
+from nvfp4_sgl.checkpoint.scan import scan, scan_draft
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import Nvfp4SglError
@@ -204,7 +204,8 @@ def verify_checkpoint(
         differing = checksums.check(ours.inventory) if has_manifest else None
     except Nvfp4SglError as error:
         return Verification(directory, source, error=error)
-    inspection = inspect(ours, scan(ours, threads=threads, progress=progress), differing)
+    found, of_draft = (each(ours, threads=threads, progress=progress) for each in (scan, scan_draft))
+    inspection = inspect(ours, found, differing, of_draft)
     comparison = None
     if original is not None:
         comparison = compare(ours, original, thresholds, threads=threads, progress=progress)

@@ -66,12 +66,18 @@ def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) ->
     """Hook around SGLang's check of the token ids that a pass gives ``request``: an invalid id is an error."""
     found = original(request, tokens)
     if found:
-        position = request_state.sequence_length(request) - 1
-        request_state.fail(
-            request,
-            f"the logits for position {position} (token {len(request.output_ids)} of the answer) are NaN or infinite;"
-            " only this request has failed; send it again, and see docs/troubleshooting.md if it fails every time",
+        position, said = request_state.sequence_length(request) - 1, len(request.output_ids)
+        words = (
+            f"the logits for position {position} (token {said} of the answer) are NaN or infinite;"
+            " only this request has failed; send it again, and see docs/troubleshooting.md if it fails every time"
         )
+        if said <= (least := request_state.least_tokens_under_a_grammar(request)):
+            words = (
+                f"min_new_tokens: found {least}, and a grammar that allows nothing but the end for position {position}"
+                f" (token {said} of the answer), or NaN or infinite logits; only this request has failed; send fewer, or"
+                " a grammar of longer answers"
+            )
+        request_state.fail(request, words)
         setattr(request, _MARK, True)
     return found
 

@@ -25,6 +25,8 @@ from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.reports.inspection import inspect
 from nvfp4_sgl.reports.verification import Verification
+from nvfp4_sgl.reports.verification import verify_checkpoint as verify_values
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, tiny_config
 from nvfp4_sgl.targets import reference
@@ -235,6 +237,48 @@ def test_values_of_a_draft_are_scanned(written: Any, tmp_path: Path) -> None:
     wrong = {problem.tensor for problem in scan(verified, draft=verified.draft()).problems}
     assert wrong >= {"mtp.0.main_proj.weight", "mtp.1.ffn.experts.2.w1.scale", "mtp.2.norm.weight"}
     assert not scan(verified).problems
+
+
+@pytest.mark.parametrize("flag", ["--values", "--scales"])
+def test_wrong_values_of_a_draft_are_said(
+    flag: str, written: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name, as a note: a server that does not draft loads the rest, and one that drafts refuses these."""
+    path, name = copy_checkpoint(written(TinyFormat.DEEPSEEK, TinyDraft.MTP), tmp_path / "copy"), "mtp.0.h_proj.scale"
+    change_tensor(path, name, set_byte(0, 0xFF))
+    assert cli.main(["inspect", str(path), flag, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    (note,) = said["notes"]
+    assert not said["problems"] and said["draft"]["complete"] is False
+    assert note["kind"] == "draft-not-usable" and note["message"].startswith("draft: values of 1 tensor are wrong")
+    assert name in note["message"]
+    found = verify_values(path)
+    assert not found.problems and any(name in line for line in found.lines())
+    with pytest.raises(CheckpointError, match=name):
+        MtpDraft(Context(verify(path).draft_reader(), verify(path).config, reference.boundaries()))
+
+
+UNLIKE_MTP: dict[str, tuple[dict[str, Any], str]] = {
+    "blocks": ({"num_nextn_predict_layers": 2}, "'num_nextn_predict_layers': expected 1, .* found 2"),
+    "compressed": ({"compress_ratios": [0, 4, 128, 4]}, r"'compress_ratios': expected 3 entries, and a 0 .*128, 4\]"),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE_MTP)
+def test_fields_that_say_another_mtp_draft(name: str, written: Any, tmp_path: Path) -> None:
+    """Of other blocks than are stored and computed: nothing drafts with them, and the decoder still serves."""
+    fields, message = UNLIKE_MTP[name]
+    path = copy_checkpoint(written(TinyFormat.NVFP4_FULL, TinyDraft.MTP), tmp_path / "copy")
+    change_json(path / "config.json", lambda config: config.update(fields))
+    with pytest.raises(ConfigError, match=message):
+        found(verify(path))
+    report = inspect(verify(path))
+    assert not report.problems and [note.kind for note in report.notes] == ["draft-not-usable"]
+    (path / "model.safetensors.index.json").unlink()
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=message):
+        verify_dummy(path).draft()
 
 
 def test_drafts_that_cannot_replace_each_other(written: Any, tmp_path: Path) -> None:

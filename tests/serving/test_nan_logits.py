@@ -120,7 +120,7 @@ def test_what_becomes_of_a_failed_request() -> None:
         return any(not 0 <= token < 500 for token in tokens)
 
     def scheduled(*answer: int) -> SimpleNamespace:
-        return SimpleNamespace(origin_input_ids=[7] * 20, output_ids=[*answer], return_logprob=True)
+        return SimpleNamespace(origin_input_ids=[7] * 20, output_ids=[*answer], return_logprob=True, grammar=None)
 
     failed, well = scheduled(3, 4, FAILED), scheduled(3, 4, 5)
     assert check_token_ids(outside, failed, [FAILED]) and not check_token_ids(outside, well, [5])
@@ -131,12 +131,33 @@ def test_what_becomes_of_a_failed_request() -> None:
     assert failed.output_ids == [3, 4, 0] and failed.skip_radix_cache_insert and not failed.return_logprob
 
 
+@pytest.mark.parametrize(("least", "named"), [(3, True), (2, False), (0, False)])
+def test_a_grammar_that_ends_before_the_least_tokens(least: int, named: bool) -> None:
+    """The third token's mask leaves the end alone, which ``min_new_tokens`` holds back: the error names the field."""
+    request: Any = SimpleNamespace(
+        origin_input_ids=[7] * 20,
+        output_ids=[3, 4, FAILED],
+        return_logprob=True,
+        grammar=object(),
+        sampling_params=SimpleNamespace(min_new_tokens=least),
+    )
+    assert check_token_ids(lambda *_: True, request, [FAILED])
+    message = request.finished_reason.to_json()["message"]
+    assert message.startswith(f"min_new_tokens: found {least}, and a grammar that allows nothing but the end") == named
+    assert "position 22 (token 3 of the answer)" in message and "only this request has failed" in message
+
+
 def test_an_abort_does_not_hide_the_id() -> None:
     """The request fails all the same; an abort of one with valid ids, or of one without new ids, is left alone."""
 
     def scheduled(*answer: int, ended: bool = False) -> Any:
         request = SimpleNamespace(
-            origin_input_ids=[7], output_ids=[*answer], return_logprob=True, to_finish="abort", finished=lambda: ended
+            origin_input_ids=[7],
+            output_ids=[*answer],
+            return_logprob=True,
+            to_finish="abort",
+            finished=lambda: ended,
+            grammar=None,
         )
         request._check_vocab_boundary_finish = lambda tokens: check_token_ids(
             lambda _, tokens: min(tokens, default=0) < 0, request, tokens
@@ -157,7 +178,12 @@ def test_an_abort_does_not_hide_the_id() -> None:
 def test_no_grammar_sees_the_id() -> None:
     grammar = SimpleNamespace(finished=False)
     request = SimpleNamespace(
-        origin_input_ids=[7], output_ids=[FAILED], grammar=grammar, finished=lambda: True, return_logprob=False
+        origin_input_ids=[7],
+        output_ids=[FAILED],
+        grammar=grammar,
+        sampling_params=SimpleNamespace(min_new_tokens=0),
+        finished=lambda: True,
+        return_logprob=False,
     )
     check_token_ids(lambda *_: True, request, [FAILED])
 

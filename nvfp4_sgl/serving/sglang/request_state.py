@@ -27,6 +27,11 @@ def fail(request: Any, message: str) -> None:
     request.return_logprob = False
 
 
+def least_tokens_under_a_grammar(request: Any) -> int:
+    """``min_new_tokens`` of ``request`` if it has a grammar, which may allow nothing but the end sooner; else 0."""
+    return 0 if request.grammar is None else int(request.sampling_params.min_new_tokens)
+
+
 @contextlib.contextmanager
 def answer_ends_at(request: Any, tokens: int) -> Iterator[None]:
     """Inside the context SGLang sends no more than the first ``tokens`` of the answer of ``request``, which goes on."""
