@@ -116,6 +116,17 @@ def test_rows_are_sampled_as_their_request_asks() -> None:
     assert rows.temperatures.tolist() == [[0.5], [0.5], [2.0], [2.0]] and rows.top_ks.tolist() == [3, 3, 7, 7]
 
 
+def test_rows_of_greedy_requests_are_the_likeliest(sampler: None) -> None:
+    """Nothing is read that says how to draw, so none of it is copied for each row."""
+    info, logits = sampling_info(8), torch.randn(8 * ROWS, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    info.is_all_greedy = True
+    assert torch.equal(accept.sample_rows(logits, info, ROWS, torch.arange(8 * ROWS)), logits.argmax(-1))
+    rows = accept.repeated(info, ROWS)
+    assert [getattr(rows, name) for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")] == [
+        None
+    ] * 5
+
+
 def verified(requests: int, *, logprobs: bool = False) -> tuple[Any, Any, Any]:
     """SGLang's input, batch and output of a verify pass of several requests that draw their tokens."""
     generator = torch.Generator().manual_seed(5)
@@ -320,7 +331,7 @@ def test_rounds_of_dspark(simulated: float | None, monkeypatch: pytest.MonkeyPat
     assert found.bonus.tolist() == [row[length - 1] for row, length in zip(tokens, lengths, strict=True)]
 
 
-LAUNCHES = 19
+LAUNCHES = 15
 """What docs/compatibility.md says of a round's acceptance."""
 
 

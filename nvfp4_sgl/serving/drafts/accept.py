@@ -112,10 +112,14 @@ def _sampler() -> Any:
 
 
 def repeated(info: Any, rows: int) -> Any:
-    """SGLang's ``info`` on how a batch is sampled, each request ``rows`` times."""
+    """SGLang's ``info`` on how a batch is sampled, each request ``rows`` times.
+
+    A batch whose requests are all greedy is sampled by argmax, which reads no tensor of these: each is ``None``.
+    """
+    values = {name: getattr(info, name) for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")}
     tensors = {
-        name: None if (value := getattr(info, name)) is None else value.repeat_interleave(rows, 0)
-        for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+        name: None if value is None or info.is_all_greedy else value.repeat_interleave(rows, 0)
+        for name, value in values.items()
     }
     same = ("is_all_greedy", "is_any_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
     kept = {name: getattr(info, name) for name in (*same, "vocab_size", "grammars", "device", "max_top_k")}
