@@ -7,7 +7,7 @@ loader behind SGLang's ``load_weights``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,36 +26,29 @@ from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.layer import Walk
 from nvfp4_sgl.model.replace import replace_weights
-from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.serving import arguments, stages
+from nvfp4_sgl.serving import stages
 from nvfp4_sgl.serving.compiler import start_compiling
+from nvfp4_sgl.serving.loading import LoadedOnce
 from nvfp4_sgl.serving.memory import forecast_here
-from nvfp4_sgl.serving.sglang import models, parallel, settings
+from nvfp4_sgl.serving.sglang import parallel, settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.serving.trace import check_trace, recorder
-from nvfp4_sgl.targets.choose import Choice, choose, detect_target
+from nvfp4_sgl.targets.choose import Choice
 from nvfp4_sgl.tracing.record import Recorder
 from nvfp4_sgl.weights.layout import held_elsewhere
 from nvfp4_sgl.weights.parallel import Collective, SequenceParallel, TensorParallel
 
-OTHER_UPDATES = "weights are replaced by /update_weights_from_disk alone"
-"""The remedy in errors of other ways to update weights."""
 
-
-class DeepseekV4ForCausalLM(nn.Module):
+class DeepseekV4ForCausalLM(LoadedOnce):
     """DeepSeek-V4 with packed NVFP4 weights on SGLang's runtime."""
 
+    kind = "model"
+
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = ""):
-        super().__init__()
-        self.config = config
         with stages.stage("config") as words:
-            self.verified = arguments.served_here()
+            super().__init__(config)
             words.append(f"{self.verified.inventory.directory} verified")
             words.append(f"{len(self.verified.inventory.entries):,} tensors")
-        self.model_config = self.verified.config
-        self.uniform_experts = settings.environment_flag(arguments.UNIFORM_EXPERTS)
-        mode = models.activation_mode(config)
-        self.choice = choose(detect_target(), None if mode is None else ActivationMode(mode))
         self.activation_mode = self.choice.mode
         check_trace()
         longest = settings.resolved("context_length") or self.model_config.max_position_embeddings
@@ -79,6 +72,10 @@ class DeepseekV4ForCausalLM(nn.Module):
         return self.embed
 
     @property
+    def is_loaded(self) -> bool:
+        return self.decoder is not None
+
+    @property
     def context(self) -> Context:
         """The context that the decoder was built from."""
         assert self.decoder is not None, "load_weights has not run"
@@ -100,24 +97,6 @@ class DeepseekV4ForCausalLM(nn.Module):
     def get_embed_and_head(self) -> tuple[nn.Module, nn.Module]:
         """The modules that a draft shares, which :class:`~.drafts.model.MtpForCausalLM` takes."""
         return self.embed, self.head
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the checkpoint strictly through our own reader.
-
-        SGLang's iterator is left alone: it neither checks that every tensor is used nor sees what a shard lacks.
-        """
-        if self.verified.is_dummy:
-            raise UnsupportedError("--load-format dummy: expected no weights to load, found some; restart the server")
-        if self.decoder is not None:
-            raise UnsupportedError(f"load_weights: the model has its weights; {OTHER_UPDATES}")
-        self._load()
-        return {name for name, _ in self.named_parameters()}
-
-    def post_load_weights(self) -> None:
-        """Draw random weights: SGLang calls this, and not :meth:`load_weights`, with ``--load-format dummy``."""
-        if not self.verified.is_dummy:
-            raise UnsupportedError(f"post_load_weights: expected --load-format dummy; {OTHER_UPDATES}")
-        self._load()
 
     @torch.no_grad()
     def replace_weights(self, found: Verified) -> None:

@@ -1,4 +1,4 @@
-"""No code is written twice: no run of lines stands in two places of the three code folders."""
+"""No code is written twice: no run of lines and no function stands in two places of the three code folders."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tests.packaging.checkout import KERNEL_FOLDERS, ROOT, sources
 
 RUN = 10
 """Lines of code that no two places share. Imports, docstrings, comments and blank lines are left out."""
+FUNCTION = 4
+"""Lines of a function, parameters included, that stands in one place."""
 
 
 def code_lines(source: str) -> list[tuple[int, str]]:
@@ -39,6 +41,38 @@ def repeated(files: Mapping[str, str]) -> list[str]:
                 number = code_lines(files[seen[0]])[seen[1]][0]
                 found.append(f"{name}:{lines[at][0]} repeats {seen[0]}:{number}")
     return found
+
+
+def functions(source: str) -> list[tuple[int, str]]:
+    """Number and code of each function of :data:`FUNCTION` lines or more, without its name and docstring."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            code = node.body[ast.get_docstring(node) is not None :]
+            text = "\n".join(map(ast.unparse, (node.args, *code)))
+            if len(text.splitlines()) >= FUNCTION:
+                found.append((node.lineno, text))
+    return found
+
+
+def functions_again(files: Mapping[str, str]) -> list[str]:
+    """Functions that have been seen before, and where, whatever they are called."""
+    first: dict[str, str] = {}
+    found = []
+    for name, source in files.items():
+        for number, text in functions(source):
+            place = f"{name}:{number}"
+            if (seen := first.setdefault(text, place)) != place:
+                found.append(f"{place} repeats {seen}")
+    return found
+
+
+@pytest.mark.parametrize("folder", KERNEL_FOLDERS)
+def test_no_function_is_written_twice(folder: str) -> None:
+    """One folder of kernels at a time: they import nothing of each other."""
+    files = [file for top in ("nvfp4_sgl", folder) for file in sources(ROOT / top)]
+    found = functions_again({str(file.relative_to(ROOT)): file.read_text() for file in files})
+    assert not found, f"share these functions: {found}"
 
 
 def test_no_run_of_lines_is_written_twice() -> None:
@@ -70,3 +104,19 @@ INDENTED = "def f():\n" + "".join(f"    {line}\n\n    # why\n" for line in lines
 )
 def test_runs_are_found(first: str, second: str, expected: list[str]) -> None:
     assert repeated({"a": first, "b": second}) == expected
+
+
+PAIR = 'def {}(a, b):\n    """{}"""\n    total = a + b\n    if total:\n        return {}\n'
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (PAIR.format("f", "One.", "a"), PAIR.format("g", "Two.", "a"), ["b:1 repeats a:1"]),
+        (PAIR.format("f", "One.", "a"), PAIR.format("f", "One.", "b"), []),
+        ("def f(a):\n    a += 1\n    return a\n", "def f(a):\n    a += 1\n    return a\n", []),
+    ],
+    ids=["other name", "other code", "too short"],
+)
+def test_functions_are_found(first: str, second: str, expected: list[str]) -> None:
+    assert functions_again({"a": first, "b": second}) == expected

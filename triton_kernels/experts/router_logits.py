@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nvfp4_sgl.formats import checks
 
+from ..common.dot import dot_bf16
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import INTERPRETED
@@ -88,15 +89,6 @@ def _not_before_here(values):
 
 
 @triton.jit
-def _dot(a, b, total):
-    """Compute ``total + a @ b`` of bf16 ``a``, ``b``: products exact, sums fp32."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    else:
-        return tl.dot(a, b, total)
-
-
-@triton.jit
 def _sum_slices(sums):
     """Add [SLICES, M, N] over the slices, the second half to the first and so on: [M, N].
 
@@ -134,7 +126,7 @@ def _router_logits_split(
     values = tl.load(
         x + token[None, None, :] * x_row + column[:, :, None], mask=here[None, None, :] & inside[:, :, None], other=0.0
     )
-    total = _dot(_not_before_here(loaded), values, tl.zeros((SLICES, ROWS, TOKENS), tl.float32))
+    total = dot_bf16(_not_before_here(loaded), values, tl.zeros((SLICES, ROWS, TOKENS), tl.float32))
     size: tl.constexpr = TOKENS * ROWS
     block_of_all = tl.program_id(2) * tl.num_programs(0) + block
     place = sums + block_of_all * parts * size + tl.arange(0, TOKENS)[None, :] * ROWS + tl.arange(0, ROWS)[:, None]

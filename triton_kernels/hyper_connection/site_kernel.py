@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from triton.language import target_info
 
+from ..common.dot import dot_bf16
 from ..common.overlap import after_previous, prefetch_constants
 from ..common.rounding import INTERPRETED, round_for, round_to_bf16, widen
 from ..common.semaphores import count_out, wait_for
@@ -60,10 +61,7 @@ def _gemm(x, at, mask, size):
     total = tl.zeros((x.shape[0], 32), tl.float32)
     for part in tl.static_range(3):
         weight = tl.load(at + part * size, mask=mask, other=0.0)
-        if INTERPRETED:
-            total = tl.dot(x.to(tl.float32), tl.trans(weight.to(tl.float32)), total, input_precision="ieee")
-        else:
-            total = tl.dot(x, tl.trans(weight), total)
+        total = dot_bf16(x, tl.trans(weight), total)
     return total
 
 

@@ -28,9 +28,9 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 
+from ..common.dot import dot_bf16
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
-from ..common.rounding import INTERPRETED
 
 BLOCK = 128
 """Tokens of the vocabulary that a program multiplies at once."""
@@ -45,15 +45,6 @@ MAX_PARTS = 256
 a multiprocessor, so that the loads of one hide behind the other's."""
 NEVER = tl.constexpr(2**31 - 1)
 """Above any token."""
-
-
-@triton.jit
-def _dot(a, b, total):
-    """Compute ``total + a @ b`` of bf16 ``a``, ``b``: products exact, sums fp32."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    else:
-        return tl.dot(a, b, total)
 
 
 @triton.jit
@@ -101,7 +92,7 @@ def _markov_step(
                 mask=within[:, None] & inside[None, :],
                 other=0.0,
             )
-            bias = _dot(a, b, bias)
+            bias = dot_bf16(a, b, bias)
         value = logits + bias
         value = tl.where(value == value, value, float("-inf"))
         largest = tl.max(value, axis=1)

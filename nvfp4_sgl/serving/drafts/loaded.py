@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from nvfp4_sgl.checkpoint.verified import Verified
-from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.model.replace import replace_draft
-from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.serving import arguments, stages
-from nvfp4_sgl.serving.model import OTHER_UPDATES, rank_context
-from nvfp4_sgl.serving.sglang import models, settings
-from nvfp4_sgl.targets.choose import choose, detect_target
+from nvfp4_sgl.serving import stages
+from nvfp4_sgl.serving.loading import LoadedOnce
+from nvfp4_sgl.serving.model import rank_context
 
 
-class LoadedDraft(nn.Module, ABC):
+class LoadedDraft(LoadedOnce):
     """Base of the models that SGLang's workers run beside the target.
 
     Attributes:
         draft: what is loaded; ``None`` before.
     """
 
+    kind = "draft"
     draft: MtpDraft | DsparkDraft | None
 
     def __init__(self, config: Any):
-        super().__init__()
-        self.config = config
-        self.verified = arguments.served_here()
-        self.model_config = self.verified.config
-        mode = models.activation_mode(config)
-        self.choice = choose(detect_target(), None if mode is None else ActivationMode(mode))
-        self.uniform_experts = settings.environment_flag(arguments.UNIFORM_EXPERTS)
+        super().__init__(config)
         self._like = torch.empty(0)  # SGLang constructs models under the device and dtype that it serves with
         self.draft = None
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.draft is not None
 
     @property
     def context(self) -> Context:
@@ -56,21 +50,6 @@ class LoadedDraft(nn.Module, ABC):
     @abstractmethod
     def loaded_words(self) -> list[str]:
         """The draft in words, for the log."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the draft strictly through our own reader; SGLang's iterator is left alone."""
-        if self.verified.is_dummy:
-            raise UnsupportedError("--load-format dummy: expected no weights to load, found some; restart the server")
-        if self.draft is not None:
-            raise UnsupportedError(f"load_weights: the draft has its weights; {OTHER_UPDATES}")
-        self._load()
-        return {name for name, _ in self.named_parameters()}
-
-    def post_load_weights(self) -> None:
-        """Draw random weights: SGLang calls this, and not :meth:`load_weights`, with ``--load-format dummy``."""
-        if not self.verified.is_dummy:
-            raise UnsupportedError(f"post_load_weights: expected --load-format dummy; {OTHER_UPDATES}")
-        self._load()
 
     def _load(self) -> None:
         with stages.stage("draft") as words:
