@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nvfp4_sgl.config import ARCHITECTURE, DRAFT_ARCHITECTURE, DSPARK_ARCHITECTURE, ModelConfig
+from nvfp4_sgl.config_fields import unknown_fields
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.extensions import added, imported
 
@@ -36,6 +37,8 @@ class Architecture:
     Attributes:
         name: the first of config.json's ``architectures``.
         read: its reader of config.json.
+        fields: names of fields that ``read`` takes from config.json and DeepSeek-V4's has not: ``inspect`` calls all
+            other unknown ones unread.
         class_in: ``module:class`` that SGLang instantiates: DeepSeek-V4's, or one derived from it.
         draft: SGLang's name of its draft; empty if it has none. draft_in: ``module:class`` of the draft.
         dspark, dspark_in: the same of its DSpark draft.
@@ -43,6 +46,7 @@ class Architecture:
 
     name: str
     read: ReadConfig
+    fields: tuple[str, ...] = ()
     class_in: str = "nvfp4_sgl.serving.model:DeepseekV4ForCausalLM"
     draft: str = ""
     draft_in: str = "nvfp4_sgl.serving.drafts.model:MtpForCausalLM"
@@ -85,10 +89,19 @@ def read_config(raw: Mapping[str, Any], *, source: str = "config.json") -> Model
     Raises:
         ConfigError: it is not servable.
     """
+    return _of(raw).read(raw, source=source)
+
+
+def unread_fields(raw: Mapping[str, Any]) -> list[str]:
+    """Fields of a config.json that the reader of its architecture does not know."""
+    own = _of(raw).fields
+    return [name for name in unknown_fields(raw) if name not in own]
+
+
+def _of(raw: Mapping[str, Any]) -> Architecture:
     names = raw.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
-    found = next((each for each in architectures() if each.name == first), DEEPSEEK_V4)
-    return found.read(raw, source=source)
+    return next((each for each in architectures() if each.name == first), DEEPSEEK_V4)
 
 
 def is_served(names: object, *, drafts: bool = False) -> bool:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvfp4_sgl.architectures import unread_fields
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.drafts import Draft
 from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.verified import Verified
-from nvfp4_sgl.config_fields import unknown_fields
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.files import escaped, shown
 from nvfp4_sgl.targets.choose import mode_of
@@ -58,7 +58,7 @@ class Inspection:
     @property
     def notes(self) -> list[Finding]:
         """Notes: unknown fields of config.json, and findings in the values."""
-        unknown = unknown_fields(self.verified.raw)
+        unknown = unread_fields(self.verified.raw)
         text = "is not known here and was not read: nothing that is computed depends on it"
         found = [Finding(None, "field-not-read", f"config.json: field {shown(name)} {text}") for name in unknown]
         if self.draft_problem is not None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from nvfp4_sgl import cli
-from nvfp4_sgl.architectures import DEEPSEEK_V4, GROUP, architectures, is_served, read_config
+from nvfp4_sgl.architectures import DEEPSEEK_V4, GROUP, architectures, is_served, read_config, unread_fields
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.serving import arguments, registration
+from nvfp4_sgl.serving.sglang.hooked import HOOKS
+from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.packaging.checkout import ROOT
@@ -24,7 +28,8 @@ from tests.support.installed_package import write_package
 
 PAGE = (ROOT / "docs/add_an_architecture.md").read_text()
 (TOY,) = re.findall(r"`toy_model/architecture\.py`:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
-POINTS = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])["project"]["entry-points"][GROUP]
+(PLUGIN,) = re.findall(r"`toy_model/plugin\.py`.*?:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+POINTS = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])["project"]["entry-points"]
 
 Install = Callable[[str], None]
 
@@ -34,7 +39,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     """Puts the page's package, with this text, on the path as an installed distribution."""
 
     def add(text: str) -> None:
-        write_package(tmp_path / "site", "toy_model", {"toy_model/architecture.py": text}, GROUP, POINTS)
+        files = {"toy_model/architecture.py": text, "toy_model/plugin.py": PLUGIN}
+        write_package(tmp_path / "site", "toy_model", files, GROUP, POINTS[GROUP])
         monkeypatch.syspath_prepend(tmp_path / "site")
         architectures.cache_clear()
 
@@ -83,6 +89,38 @@ def test_commands_and_server_know_it(install: Install, tmp_path: Path, capsys: p
     assert named["ToyForCausalLM"] is named[DEEPSEEK_V4.name]
 
 
+def test_inspect_knows_the_fields_that_its_reader_reads(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, toy = tiny_pair(tmp_path)
+    install(TOY)
+    raw = json.loads((toy / "config.json").read_text())
+    (toy / "config.json").write_text(json.dumps(raw | {"new_gate": True}))
+    assert cli.main(["inspect", str(toy)]) == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert "field 'new_gate' is not known here and was not read" in note
+
+
+def test_fields_of_one_architecture_are_unknown_in_others(install: Install) -> None:
+    install(TOY)
+    fields = {"window_tokens": 128, "new_gate": True}
+    assert unread_fields({"architectures": ["ToyForCausalLM"], **fields}) == ["new_gate"]
+    for names in (["DeepseekV4ForCausalLM"], None, "ToyForCausalLM"):
+        assert unread_fields({"architectures": names, **fields}) == ["new_gate", "window_tokens"]
+
+
+def test_its_plugin_shows_sglang_the_names_that_it_knows(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(TOY)
+    hooked: dict[str, Callable[..., Any]] = {}
+    monkeypatch.setattr(find("HookRegistry"), "register", lambda path, hook, kind: hooked.update({path: hook}))
+    pkgutil.resolve_name(POINTS["sglang.srt.plugins"]["toy"])()
+    load = hooked[HOOKS["load_hf_config"].path]
+    toy, other = load(lambda: SimpleNamespace(architectures=["ToyForCausalLM"], window_tokens=64)), SimpleNamespace()
+    assert toy.architectures == [DEEPSEEK_V4.name] and toy.sliding_window == 64
+    other.architectures = ["LlamaForCausalLM"]
+    assert load(lambda: other) is other and vars(other) == {"architectures": ["LlamaForCausalLM"]}
+
+
 def test_its_reader_refuses_what_it_lacks(install: Install, tmp_path: Path) -> None:
     _, toy = tiny_pair(tmp_path)
     install(TOY)
@@ -110,7 +148,7 @@ def test_drafts_are_served_where_they_are_asked_for() -> None:
         ("TOY = 1", "expected Architecture of nvfp4_sgl.architectures, found int"),
         (TOY.replace('"ToyForCausalLM"', "DEEPSEEK_V4.name"), "found DeepseekV4ForCausalLM again"),
         (TOY.replace('"ToyForCausalLM"', "DEEPSEEK_V4.draft"), "found DeepseekV4ForCausalLMNextN again"),
-        (TOY.replace(", read)", ", read, draft=DEEPSEEK_V4.draft)"), "found DeepseekV4ForCausalLMNextN again"),
+        (TOY.replace(", read,", ", read, draft=DEEPSEEK_V4.draft,"), "found DeepseekV4ForCausalLMNextN again"),
     ],
 )
 def test_one_that_cannot_be_added_is_named(text: str, message: str, install: Install) -> None:
