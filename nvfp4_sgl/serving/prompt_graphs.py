@@ -21,38 +21,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.static_prompt import shapes, unscored_length
 from nvfp4_sgl.prompt_graphs import PromptGraphs
 from nvfp4_sgl.prompt_sizes import REQUESTS
 from nvfp4_sgl.serving import stages
-from nvfp4_sgl.serving.prompt_switch import captured_tokens
+from nvfp4_sgl.serving.prompt_switch import SWITCH, captured_tokens
 from nvfp4_sgl.serving.sglang import parallel
 
 
 def capture(runner: Any) -> None:
-    """Capture the prompts of SGLang's ``ModelRunner``, whose backend then takes them; all ranks call this at once."""
+    """Capture the prompts of SGLang's ``ModelRunner``, whose backend then takes them; all ranks call this at once.
+
+    Raises:
+        UnsupportedError: they do not fit in the memory that is left.
+    """
     tokens = captured_tokens()
     if not tokens:
         return
     model, backend = runner.model, runner.attn_backend
     slots = backend.planner.slots
+    among = shapes(
+        tokens,
+        min(REQUESTS, slots.requests + 1),
+        longest=slots.longest,
+        columns=slots.table.shape[1],
+        unscored=unscored_length(model.model_config),
+    )
 
     def body(ids: Tensor, step: Any) -> Tensor:
         hidden: Tensor = model.body(ids, step, backend.caches)
         return hidden
 
     with stages.stage("prompt graphs") as words:
-        among = shapes(
-            tokens,
-            min(REQUESTS, slots.requests + 1),
-            longest=slots.longest,
-            columns=slots.table.shape[1],
-            unscored=unscored_length(model.model_config),
-        )
         before = torch.cuda.mem_get_info()[0]
-        prompts = PromptGraphs(backend.planner, body, among, runner.device)
-        with parallel.graph_capture() as stream:
-            prompts.capture(stream)
+        try:
+            prompts = PromptGraphs(backend.planner, body, among, runner.device)
+            with parallel.graph_capture() as stream:
+                prompts.capture(stream)
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedError(
+                f"{SWITCH}: expected memory to capture prompts of up to {max(tokens)} tokens, found too little"
+                f" ({error}); lower --mem-fraction-static, or set {SWITCH}=0"
+            ) from error
         backend.prompts = prompts
-        words.append(f"{', '.join(map(str, sorted({shape.tokens for shape in among})))} tokens")
+        words.append(f"{', '.join(map(str, sorted({shape.tokens for shape in among}))) or 'no'} tokens")
         words.append(f"{len(among)} graphs, {(before - torch.cuda.mem_get_info()[0]) / 1e9:.2f} GB")

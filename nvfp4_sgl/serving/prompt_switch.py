@@ -51,6 +51,8 @@ def obstacle() -> str | None:
         return "expected a server with CUDA graphs, found them disabled (--disable-cuda-graph)"
     if settings.given_arguments(settings.served_arguments())["disable_prefill_cuda_graph"]:
         return "expected graphs of prompts to be allowed, found --disable-prefill-cuda-graph"
+    if settings.largest_prefill() < TOKENS[0]:
+        return f"expected --chunked-prefill-size {TOKENS[0]} or more, found {settings.largest_prefill()}"
     if settings.draft_algorithm() is not None:
         return "expected no draft, which reads more of a pass than a graph keeps, found --speculative-algorithm"
     return None

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from nvfp4_sgl.config import ModelConfig
-from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.model.contract import PassRequest
 from nvfp4_sgl.serving import model, prompt_graphs, prompt_switch, runtime_info
 from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
@@ -27,6 +27,7 @@ OBSTACLES = {
         "nvfp4_sgl.serving.sglang.settings.given_arguments",
         lambda arguments: {"disable_prefill_cuda_graph": True},
     ),
+    "--chunked-prefill-size": ("nvfp4_sgl.serving.sglang.settings.largest_prefill", lambda: 255),
     "--speculative-algorithm": ("nvfp4_sgl.serving.sglang.settings.draft_algorithm", lambda: "EAGLE"),
 }
 
@@ -178,12 +179,18 @@ def test_a_graph_stands_for_the_body_of_the_model(monkeypatch: pytest.MonkeyPatc
     assert given[2:] == ("head", forward_batch) and more == {"hidden_states_before_norm": None}
 
 
-@pytest.mark.parametrize(("requests", "rows"), [(1, 2), (64, 16)])
-def test_what_is_captured(requests: int, rows: int, served: pytest.MonkeyPatch) -> None:
-    """Shapes for this server, under SGLang's context of captures; the backend has the graphs afterwards."""
-    served.setenv(SWITCH, "1")
-    served.setattr("torch.cuda.mem_get_info", lambda: (0, 0))
-    served.setattr("nvfp4_sgl.serving.sglang.parallel.tp_rank", lambda: 0)
+class Made:
+    """What stands for :class:`PromptGraphs`: notes what it is made of."""
+
+    def __init__(self, planner: Any, body: Any, shapes: Any, device: str):
+        self.body, self.shapes, self.order = body, shapes, planner.order
+
+    def capture(self, stream: str) -> None:
+        self.order.append(stream)
+
+
+def runner_of(requests: int, served: pytest.MonkeyPatch, made: Any) -> Any:
+    """SGLang's ``ModelRunner`` of a server that was asked for prompts in graphs, of sequences of up to 900 tokens."""
     order: list[str] = []
 
     @contextmanager
@@ -192,26 +199,44 @@ def test_what_is_captured(requests: int, rows: int, served: pytest.MonkeyPatch) 
         yield "stream"
         order.append("end")
 
-    class Made:
-        def __init__(self, planner: Any, body: Any, shapes: Any, device: str):
-            self.body, self.shapes = body, shapes
-
-        def capture(self, stream: str) -> None:
-            order.append(stream)
-
-    served.setattr(prompt_graphs, "PromptGraphs", Made)
+    served.setenv(SWITCH, "1")
+    served.setattr("torch.cuda.mem_get_info", lambda: (0, 0))
+    served.setattr("nvfp4_sgl.serving.sglang.parallel.tp_rank", lambda: 0)
+    served.setattr(prompt_graphs, "PromptGraphs", made)
     served.setattr("nvfp4_sgl.serving.sglang.parallel.graph_capture", graph_capture)
     slots = SimpleNamespace(requests=requests, longest=900, table=torch.zeros(1, 904))
-    backend = SimpleNamespace(planner=SimpleNamespace(slots=slots), caches="caches")
     config = ModelConfig.from_dict(tiny_config(TinyFormat.NVFP4_FULL, {}), source="test")
-    runner = SimpleNamespace(
-        attn_backend=backend, device="cuda", model=SimpleNamespace(model_config=config, body=lambda *given: given)
+    return SimpleNamespace(
+        attn_backend=SimpleNamespace(planner=SimpleNamespace(slots=slots, order=order), caches="caches", prompts=None),
+        device="cuda",
+        model=SimpleNamespace(model_config=config, body=lambda *given: given),
     )
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(1, 2), (64, 16)])
+def test_what_is_captured(requests: int, rows: int, served: pytest.MonkeyPatch) -> None:
+    """Shapes for this server, under SGLang's context of captures; the backend has the graphs afterwards."""
+    runner = runner_of(requests, served, Made)
     prompt_graphs.capture(runner)
-    assert order == ["begin", "stream", "end"]
-    found = [(one.tokens, one.requests, one.longest) for one in backend.prompts.shapes]
+    prompts = runner.attn_backend.prompts
+    assert prompts.order == ["begin", "stream", "end"]
+    found = [(one.tokens, one.requests, one.longest) for one in prompts.shapes]
     assert found == [(tokens, rows, longest) for tokens in (512, 256) for longest in (900, 259)]
-    assert backend.prompts.body("ids", "step") == ("ids", "step", "caches")
+    assert prompts.body("ids", "step") == ("ids", "step", "caches")
+
+
+def test_too_little_memory_is_said_with_the_flag(served: pytest.MonkeyPatch) -> None:
+    class Large(Made):
+        def capture(self, stream: str) -> None:
+            raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    runner = runner_of(4, served, Large)
+    expected = (
+        f"{SWITCH}: expected memory to capture prompts of up to 1024 tokens, .*3 GiB.*lower --mem-fraction-static"
+    )
+    with pytest.raises(UnsupportedError, match=expected):
+        prompt_graphs.capture(runner)
+    assert runner.attn_backend.prompts is None
 
 
 def test_nothing_is_captured_unless_asked_for(served: pytest.MonkeyPatch) -> None:
