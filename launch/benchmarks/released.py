@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nvfp4_sgl.checkpoint import modelopt_words
 from nvfp4_sgl.synthetic.tiny_config import BASE, TinyDraft, TinyFormat, tiny_config
 from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 from tests.support.released import FLASH, PRO, config_json
@@ -55,6 +56,8 @@ def config_of(
     fields = config_json(model.config, num_hidden_layers=count, compress_ratios=ratios)
     given = {name: fields[name] for name in fields if name in BASE or name == "compress_ratios"}
     config = tiny_config(format, given, draft=draft)
+    if format is TinyFormat.NVFP4_FULL:  # a draft's matrices, too, which convert quantises if it is asked to
+        config["quantization_config"]["ignore"].remove(modelopt_words.DRAFTS)
     if draft is TinyDraft.DSPARK:
         config |= {"dspark_markov_rank": model.markov_rank, "dspark_noise_token_id": NOISE_ID}
     return config

@@ -1,6 +1,6 @@
 """Layers of Pro's true width served by two and by four GPUs, beside one: NCCL, SGLang's all-reduce, CUDA graphs.
 
-Not run yet. ``tests/serving/test_dummy_ranks.py`` runs the same checks on CPU servers, in small.
+Two GPUs have run it, four have not. ``tests/serving/test_dummy_ranks.py`` runs the same on CPU servers, in small.
 """
 
 from __future__ import annotations

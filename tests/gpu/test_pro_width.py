@@ -2,7 +2,7 @@
 
 Four layers, which are of every kind that Pro has, and 16 experts of random weights that no file holds; all else is
 Pro's. Ranks take turns on the GPU. The yardstick is one rank whose roundings fall elsewhere; a rank that adds nothing
-to one kind of sum must exceed its bounds. On a GPU not run yet. Without one it runs in small, under Triton's
+to one kind of sum must exceed its bounds. Without a GPU it runs in small, under Triton's
 interpreter, with ``--full``.
 """
 
