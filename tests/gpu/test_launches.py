@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nvfp4_sgl import prompt_sizes
 from nvfp4_sgl.config import LayerKind, RopeTable
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
+from nvfp4_sgl.model import static_prompt
 from nvfp4_sgl.model.contract import PassKind, PassRequest, Slots
 from nvfp4_sgl.model.layer import Block, Walk
 from nvfp4_sgl.standalone import Standalone
@@ -326,6 +328,23 @@ def test_nothing_compiles_after_the_warm_up(run: native.Run, tmp_path: Path) -> 
         with dry_launches() as warmed:
             planner.warm_up(model.decoder, model.table, LARGEST_PREFILL)
         require_nothing_new(model, set(warmed), choose)
+        require_nothing_new_in_prompt_graphs(model, set(warmed))
+
+
+def require_nothing_new_in_prompt_graphs(model: Standalone, known: set[Launch]) -> None:
+    """Their requests are as many as a server of so many has at once, or more."""
+    tokens = [count for count in prompt_sizes.TOKENS if count <= LARGEST_PREFILL]
+    unscored = static_prompt.unscored_length(model.config)
+    among = static_prompt.shapes(tokens, prompt_sizes.REQUESTS, longest=CAPACITY, columns=CAPACITY, unscored=unscored)
+    assert prompt_sizes.REQUESTS <= REQUESTS and len(among) == 2 * len(tokens) > 4
+    for shape in among:
+        prompt = static_prompt.StaticPrompt(shape, "cpu", model.caches.padding_request)
+        step = model.planner.capture(prompt.request)
+        with dry_launches() as launches, torch.no_grad():
+            model.planner.fill(step, prompt.request)
+            model.decoder(model.decoder.embed(prompt.ids, model.table), prompt.ids, step, model.caches.layers)
+        new = [launch for launch in launches if launch not in known]
+        assert not new, f"{shape}: {explained(new[0], known)}"
 
 
 def require_nothing_new(model: Standalone, known: set[Launch], choose: random.Random) -> None:

@@ -30,6 +30,8 @@ from tests.support.gpus import TWO_GPUS
 from tests.support.interpreted import ON_GPU
 from tests.support.server import ServerPool
 
+pytestmark = pytest.mark.timeout(900)
+
 RUNS = native.runs() if ON_GPU else (native.Run("sm_90a", ActivationMode.W4A16),)
 """Interpreted on one target: what is padded is the same on all."""
 SMALL: dict[str, Any] = {} if ON_GPU else {"num_hidden_layers": 3, "n_routed_experts": 6, "index_topk": 1}
@@ -243,7 +245,6 @@ def test_index_scores_are_shared(model: Standalone, prompts: PromptGraphs):
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(900)
 def test_time_of_a_prompt(run: native.Run, tmp_path_factory: pytest.TempPathFactory):
     """Printed (``-s``): of a deeper model, whose eager pass waits for Python."""
     path = native.write_checkpoint(
@@ -296,7 +297,6 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
 
 @pytest.mark.gpu
 @pytest.mark.server
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO_GPUS)])
 def test_a_server_answers_as_one_without(ranks: int, serve: ServerPool, tmp_path_factory: pytest.TempPathFactory):
     """Bit for bit where a pass has as many tokens as its graph: cold, behind a cached prefix, divided over ranks.
