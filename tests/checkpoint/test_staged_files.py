@@ -28,6 +28,7 @@ from nvfp4_sgl.targets.choose import choose
 from nvfp4_sgl.weights.layout import expert_batches, expert_matrices
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.support.damage import DAMAGES, change_tensor, copy_checkpoint, damaged_copy, set_byte
+from tests.support.full import full
 
 CPU = torch.device("cpu")
 VALUES = [name for name, damage in DAMAGES.items() if damage.needs_values]
@@ -86,7 +87,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch, *, expected: int = 1 << 16, buffer: 
     monkeypatch.setattr(staged_files, "ADVISED_BYTES", 1 << 13)
 
 
-@pytest.mark.parametrize("format", ["nvfp4-full", "nvfp4-experts", "deepseek", "bf16"])
+@pytest.mark.parametrize("format", ["nvfp4-full", *full("nvfp4-experts"), "deepseek", *full("bf16")])
 def test_every_tensor_is_that_of_the_file(tiny: dict[str, Path], format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, by rows and by columns; larger than a buffer, and many in one."""
     shrink(monkeypatch)

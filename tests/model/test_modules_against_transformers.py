@@ -30,7 +30,7 @@ EXPERTS = 8
 
 
 def of_pro(*values: Any) -> list[Any]:
-    """Cases of Pro that have its widths in common with another one, 20 s each; they last passed on 2026-11-25."""
+    """Cases of Pro, 20 s and more each, that do with wider matrices what those of Flash do; attention keeps one."""
     return [pytest.param("pro", value, marks=pytest.mark.full) for value in values]
 
 
@@ -137,7 +137,7 @@ def test_attention(name, ratio):
         assert max_error(result, expected[0]) <= 3e-5 * expected.abs().max().item()
 
 
-@pytest.mark.parametrize(("name", "hashed"), [("flash", True), ("flash", False), ("pro", False), *of_pro(True)])
+@pytest.mark.parametrize(("name", "hashed"), [("flash", True), ("flash", False), *of_pro(True, False)])
 def test_moe(name, hashed):
     config, theirs = build(name, [0], n_routed_experts=EXPERTS, num_hash_layers=int(hashed), vocab_size=512)
     module = hf.DeepseekV4SparseMoeBlock(theirs, 0)

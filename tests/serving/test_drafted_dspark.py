@@ -95,7 +95,7 @@ def test_guesses_of_the_draft_alone(
 ) -> None:
     """Behind a prompt and rounds that accept some guesses, and behind a page that another request has left."""
     prompt = PROMPT if kind == "answered" else draw_ids(300, 12, 512)
-    require_guesses_of_the_draft(server, decoder, checkpoint, planted / "rounds", prompt, TOKENS, BLOCK)
+    require_guesses_of_the_draft(server, decoder, checkpoint, planted / "rounds", prompt, 30, BLOCK)
 
 
 def require_guesses_of_the_draft(
@@ -127,7 +127,7 @@ def test_an_update_of_model_and_draft(
         assert update(server, tmp_path / "other")[0] == 200
         other = Standalone(tmp_path / "other", requests=1, capacity=1024)
         assert check(other, PROMPT, server.generate(PROMPT, TOKENS)) != answer
-        require_guesses_of_the_draft(server, other, tmp_path / "other", planted / "rounds", PROMPT, TOKENS, BLOCK)
+        require_guesses_of_the_draft(server, other, tmp_path / "other", planted / "rounds", PROMPT, 20, BLOCK)
     finally:
         assert update(server, checkpoint)[0] == 200
     assert check(decoder, PROMPT, server.generate(PROMPT, TOKENS)) == answer

@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(serve: ServerPool, checkpoint: Path) -> Server:
-    return serve(checkpoint, *FLAGS, environment=ENVIRONMENT, fresh=True)
+    return serve(checkpoint, *FLAGS, environment=ENVIRONMENT)
 
 
 def test_target(server: Server):

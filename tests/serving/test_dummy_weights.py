@@ -18,6 +18,7 @@ from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.synthetic.tokenizer import write_tokenizer
 from nvfp4_sgl.tracing.diff import differences
 from nvfp4_sgl.tracing.reading import read_record
+from tests.support.full import full
 from tests.support.server import Server, wait_for_none
 from tests.support.start_ups import StartUps
 
@@ -49,7 +50,7 @@ def answer(server: Server) -> tuple[list[int], list[float]]:
     return [entry[1] for entry in tokens], [float(entry[0]) for entry in tokens]
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize("ranks", [2, *full(1)])
 def test_a_server(ranks: int, model: Path, tmp_path: Path) -> None:
     """Log-probabilities are finite, and those of the model with no server around it, whatever the start and the ranks.
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.serving.test_flags import resolved
+from tests.support.full import but_for
 from tests.support.oracle import hf_model
 from tests.support.start_ups import StartUps
 
@@ -172,21 +174,60 @@ def assert_one_error(code: int | None, output: str, expected: tuple[str, ...]) -
     assert "Traceback" not in output, output
 
 
+OURS = ("CheckpointError", "ConfigError", "UnsupportedError")
+"""Errors of which a launcher prints the message alone."""
+
+
+def assert_refused(error: str | None, expected: tuple[str, ...]) -> None:
+    """What :func:`resolved` tells is an error of this package with these words."""
+    assert error is not None and error.partition(":")[0] in OURS, error
+    for text in expected:
+        assert text in error, error
+
+
+SOME_DAMAGES = ("missing tensor", "truncated file", "directory saved by transformers", "pipe in place of a tokenizer")
+"""Those that CI starts a server with."""
+
+
 @pytest.mark.server
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", but_for(DAMAGES, *(damage for damage in DAMAGES if damage not in SOME_DAMAGES)))
 def test_damaged_checkpoint(damage: str, damaged: Path, start_up: StartUps) -> None:
     change, expected = DAMAGES[damage]
     change(damaged)
     assert_one_error(*start_up(damaged), expected)
 
 
+def test_every_damaged_checkpoint(tiny_checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    """Resolved in one process, as a launcher does."""
+    lines = []
+    for damage, (change, _) in DAMAGES.items():
+        path = tmp_path / damage
+        shutil.copytree(tiny_checkpoints("nvfp4-full"), path)
+        change(path)
+        lines.append(["--model-path", str(path)])
+    for error, (_, expected) in zip(resolved(lines, tmp_path), DAMAGES.values(), strict=True):
+        assert_refused(error, expected)
+
+
+STARTED = ("quantization", "too many guesses", "tensor parallelism that does not divide", "override that is not JSON")
+"""Flags that CI starts a server with: what is found before SGLang resolves its arguments, and after that."""
+
+
 @pytest.mark.server
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("flag", but_for(FLAGS, *(flag for flag in FLAGS if flag not in STARTED)))
 def test_contradicting_or_unsupported_flag(
     flag: str, tiny_checkpoints: Callable[[str], Path], start_up: StartUps
 ) -> None:
     arguments, expected = FLAGS[flag]
     assert_one_error(*start_up(tiny_checkpoints("nvfp4-full"), *arguments), expected)
+
+
+def test_every_contradicting_or_unsupported_flag(tiny_checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    """Resolved in one process, as a launcher does: each is an error of this package, which says what is expected."""
+    model = ["--model-path", str(tiny_checkpoints("nvfp4-full"))]
+    found = resolved([[*model, *arguments] for arguments, _ in FLAGS.values()], tmp_path)
+    for error, (_, expected) in zip(found, FLAGS.values(), strict=True):
+        assert_refused(error, expected)
 
 
 @pytest.mark.server

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,22 @@ def draw_ids(length: int, seed: int, vocab: int) -> list[int]:
 def clear_ids(
     model: DeepseekV4ForCausalLM, length: int, seed: int, *, margin: float = FP32_MARGIN, attempts: int = 40
 ) -> list[int]:
-    """The first draw from ``seed`` on whose selection margin, alone and from position 0, is at least ``margin``."""
+    """The first draw from ``seed`` on whose selection margin, alone and from position 0, is at least ``margin``.
+
+    Found once for each model.
+    """
+    found = CLEAR.setdefault(model, {})
+    key = (length, seed, margin)
+    if key not in found:
+        found[key] = _first_clear(model, length, seed, margin, attempts)
+    return list(found[key])
+
+
+CLEAR: WeakKeyDictionary[DeepseekV4ForCausalLM, dict[tuple[int, int, float], list[int]]] = WeakKeyDictionary()
+"""By model, what was drawn."""
+
+
+def _first_clear(model: DeepseekV4ForCausalLM, length: int, seed: int, margin: float, attempts: int) -> list[int]:
     for attempt in range(attempts):
         ids = draw_ids(length, 1000 * seed + attempt, model.config.vocab_size)
         if selection_margin(model, ids, enough=margin) >= margin:

@@ -20,13 +20,20 @@ SHARED, RESERVED, REGISTERS = 228 * 1024, 1024, 65536
 
 
 def launches() -> None:
-    """Packed entries to bf16 and to NVFP4, split and whole."""
+    """Packed entries, split and whole, to bf16 and to NVFP4: each with each of the other kinds once."""
     if not chip.is_before_blackwell():
         return
     window, extra = (Entries(torch.zeros(2, page_bytes(size), dtype=torch.uint8), size) for size in (256, 64))
     q, sink = torch.empty(4, 32, 512, dtype=torch.bfloat16), torch.empty(32)
     slots, lengths = torch.zeros(4, 128, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    for tiling, splits in ((THIRTY_TWO_HEADS, 4), (THIRTY_TWO_HEADS, 1), (SIXTEEN_HEADS, 1)):
+    bf16: dict[str, Any] = {"out": torch.empty_like(q)}
+    nvfp4: dict[str, Any] = {"out_rows": Rows.allocate(4, 4096, 8, "cpu", groups=4)}
+    for tiling, splits, outputs in (
+        (THIRTY_TWO_HEADS, 4, nvfp4),
+        (THIRTY_TWO_HEADS, 4, bf16),
+        (THIRTY_TWO_HEADS, 1, nvfp4),
+        (SIXTEEN_HEADS, 1, bf16),
+    ):
         given: dict[str, Any] = {
             "window_lengths": lengths,
             "extra_lengths": lengths,
@@ -35,13 +42,12 @@ def launches() -> None:
             "splits": splits,
             "tiling": tiling,
         }
-        for outputs in ({"out": torch.empty_like(q)}, {"out_rows": Rows.allocate(4, 4096, 8, "cpu", groups=4)}):
-            sparse_attention(q, window, slots, sink, 1.0, extra, slots, **given, **outputs)
+        sparse_attention(q, window, slots, sink, 1.0, extra, slots, **given, **outputs)
 
 
 def test_resources() -> None:
     found = resources(__name__)
-    assert len(found) == 6
+    assert len(found) == 4
     for usage in found:
         assert usage.architecture == 90 and usage.stack <= STACK and usage.fused_shuffles == 0, usage
         assert 2 * (usage.shared + RESERVED) <= SHARED and 2 * usage.warps * 32 * 256 <= REGISTERS, usage

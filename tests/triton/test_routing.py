@@ -348,7 +348,7 @@ def launches() -> None:
     count, topk = 384, 6
     semaphore, bias = (torch.empty(n, device="meta", dtype=d) for n, d in ((1, torch.int32), (count, torch.float32)))
     table = torch.empty(100, topk, dtype=torch.int32, device="meta")
-    for tokens in (1, 4, 64, 256, 512):
+    for tokens in (1, 64, 256, 512):
         logits = torch.empty(tokens, count, device="meta")
         out = Routes.allocate(tokens, topk + 1, count + 2, 1 if tokens < 256 else 128, "meta")
         slots = torch.empty(tokens, dtype=torch.int32, device="meta")
@@ -359,7 +359,7 @@ def launches() -> None:
 
 def test_nothing_spills() -> None:
     found = resources(__name__)
-    # Of two kernels on two targets: programs wait for one another where one sorts all pairs, those of 2 to 256 tokens.
-    assert sum(usage.count("atom.global.gpu.acq_rel.add") for usage in found) == 2 * 2 * 3
+    # Of two kernels on two targets: programs wait for one another where one sorts all pairs, of 64 and 256 tokens.
+    assert sum(usage.count("atom.global.gpu.acq_rel.add") for usage in found) == 2 * 2 * 2
     for usage in found:
         usage.require_no_spills()

@@ -16,6 +16,7 @@ from torch import Tensor
 from nvfp4_sgl.ops.modes import ActivationMode
 from tests.gpu.test_drafts import dspark, mtp, tiny
 from tests.sm100.support.launcher import emulated_operations
+from tests.support.full import full
 from tests.support.lockstep import relative_errors
 from tests.support.reference_gemms import reference_gemms
 
@@ -24,7 +25,7 @@ SUMS = 1e-3
 
 
 @pytest.mark.parametrize(
-    ("kind", "drafted"), [("mtp", mtp), ("dspark", partial(dspark, rounds=1))], ids=["mtp", "dspark"]
+    ("kind", "drafted"), [("mtp", mtp), *full(("dspark", partial(dspark, rounds=1)))], ids=["mtp", "dspark"]
 )
 def test_emulated_gemms_give_what_torch_gives(kind: str, drafted: Callable[..., list[Tensor]], tmp_path: Path) -> None:
     """The draft's projections in FP8, its experts in MXFP4 as released: a prompt, and several tokens a request."""

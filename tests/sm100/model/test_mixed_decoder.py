@@ -22,6 +22,7 @@ from nvfp4_sgl.standalone import Standalone
 from tests.sm100.model.test_decoder import SHAPES, SUMS, Gemms, log_probabilities
 from tests.sm100.support.launcher import emulated_operations
 from tests.support.calm import write_calm
+from tests.support.full import full
 from tests.support.reference_gemms import reference_gemms
 
 PASSES: tuple[Mapping[int, list[int]], ...] = ({0: [5, 61, 7, 300, 22], 1: [401, 9]},)
@@ -52,6 +53,7 @@ def computed(checkpoint: Path) -> Tensor:
     return run(checkpoint, reference_gemms)[0]
 
 
+@pytest.mark.parametrize("checkpoint", ["nvfp4-experts", *full("deepseek")], indirect=True)
 def test_emulated_gemms_give_what_torch_gives(checkpoint: Path, computed: Tensor) -> None:
     emulated, runner = run(checkpoint, emulated_operations)
     assert bool(torch.isfinite(emulated).all())

@@ -1,4 +1,4 @@
-"""One decode step of a tiny checkpoint with a layer of each kind, behind a short prompt.
+"""One decode step of a tiny checkpoint with a layer of each kind that compresses, behind a short prompt.
 
 ``python -m tests.sm100.triton.decode_step CHECKPOINT FILE``, with Triton's interpreter, saves what the prompt leaves in
 the caches, and what the step gives if interpreted kernels and torch's GEMMs compute it.
@@ -20,7 +20,13 @@ from tests.support import interpreter_speed
 from tests.support.lockstep import Contents, contents, overwrite
 from tests.support.reference_gemms import reference_gemms
 
-SHAPES: dict[str, Any] = {"num_hidden_layers": 3, "n_routed_experts": 6, "index_topk": 512}
+SHAPES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "compress_ratios": [4, 128, 0],
+    "n_routed_experts": 6,
+    "index_topk": 512,
+}
+"""What a layer of the third kind launches, the others launch, too."""
 PROMPT, TOKEN = [5, 61, 7], 300
 
 Context = Callable[[], AbstractContextManager[Any]]

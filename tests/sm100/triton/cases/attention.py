@@ -59,7 +59,7 @@ def few_heads() -> Outputs:
     return attend(5, [40, 20], SIXTEEN_HEADS, 1)
 
 
-@case("attend", bounds={"out": SUMS})
+@case("attend", bounds={"out": SUMS}, full=True)
 def few_heads_split() -> Outputs:
     return attend(5, [70, 40], SIXTEEN_HEADS, 3)
 
@@ -67,7 +67,7 @@ def few_heads_split() -> Outputs:
 QUANTISED = {"out": SUMS, "codes": next_codes(0.01), "block_scales": next_codes(0.01), "scale": BF16}
 
 
-@case("attend", bounds=QUANTISED)
+@case("attend", bounds=QUANTISED, full=True)
 def few_heads_quantised() -> Outputs:
     return attend(8, [40, 20], SIXTEEN_HEADS, 1, groups=2)
 
