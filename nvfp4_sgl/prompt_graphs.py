@@ -91,7 +91,7 @@ class PromptGraphs:
 
     @property
     def replays(self) -> int:
-        """How many passes ran in graphs."""
+        """Passes that ran in graphs."""
         return sum(graph.replays for graph in self._graphs.values())
 
     def capture(self, stream: torch.cuda.Stream | None = None) -> None:

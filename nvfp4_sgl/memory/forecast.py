@@ -213,8 +213,10 @@ def _estimated(config: ModelConfig, chosen: Descriptor, setting: Setting) -> dic
 
 
 def _prompt_graphs(setting: Setting, token: int, scores: int) -> int:
-    """Bytes of captured prompts: the activations of the largest, which all use; index scores, unless those of decode
-    suffice; and each graph's slots of ratio-128 entries, of 4 bytes, of twice the tokens of the largest in all.
+    """Bytes of captured prompts.
+
+    They are the activations of the largest, which all use, and index scores, unless those of decode suffice. Each
+    graph has slots of ratio-128 entries, of 4 bytes, for twice the tokens of the largest in all.
 
     Args:
         token: bytes of a token's activations. scores: of the index scores of decode.

@@ -74,7 +74,7 @@ def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) ->
         if said <= (least := request_state.least_tokens_under_a_grammar(request)):
             words = (
                 f"min_new_tokens: found {least}, and a grammar that allows nothing but the end for position {position}"
-                f" (token {said} of the answer), or NaN or infinite logits; only this request has failed; send fewer,"
+                f" (token {said} of the answer), or NaN or infinite logits. Only this request has failed; send fewer,"
                 " or a grammar of longer answers"
             )
         request_state.fail(request, words)

@@ -1,4 +1,4 @@
-"""Which prompt passes a server captures, by its flags and :data:`SWITCH`."""
+"""The prompt passes that a server captures, by its flags and :data:`SWITCH`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SWITCH = "NVFP4_SGL_PROMPT_GRAPHS"
 
 
 def asked() -> bool | None:
-    """What :data:`SWITCH` says; ``None`` if it is not set.
+    """The value of :data:`SWITCH`; ``None`` if it is not set.
 
     Raises:
         ConfigError: it is neither 0 nor 1.

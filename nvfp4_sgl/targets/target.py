@@ -197,6 +197,7 @@ SM100 = Descriptor(
     gpu_in="nvfp4_sgl.targets.gpus:B200",
     only_nvfp4_experts=True,
     drafts=True,
+    drafts_blocks=True,
     note="executed in an emulator only, never yet on a Blackwell GPU: run launch/check_gpu first",
 )
 HOPPER_W4A4 = Descriptor(
