@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 WIDTH, COLUMN = 118, 26
+TOPS = Path(__file__).parents[1], Path(__file__).parents[2]
+"""Folders that programs import from by name."""
 TYPES: dict[str, type] = {"int": int, "float": float, "Path": str}
 """Types that are checked here; others are the program's own."""
 
@@ -23,6 +25,17 @@ Names = Mapping[str, ast.expr]
 
 
 def constants(source: str) -> Names:
+    """Names that a file sets once at its top, or imports from a file of this repository that does."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            files = [(top / node.module.replace(".", "/")).with_suffix(".py") for top in TOPS]
+            set_there = next((set_in(file.read_text(encoding="utf-8")) for file in files if file.is_file()), {})
+            found |= {one.asname or one.name: set_there[one.name] for one in node.names if one.name in set_there}
+    return found | set_in(source)
+
+
+def set_in(source: str) -> dict[str, ast.expr]:
     """Names that a file sets once at its top."""
     return {
         target.id: node.value

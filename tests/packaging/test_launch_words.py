@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
-from programs import options
+from programs import evaluate, options
 
 PROGRAMS = sorted(
     file for file in (ROOT / "launch").rglob("*.py") if "ArgumentParser(" in file.read_text() and file.stem != "options"
@@ -80,6 +81,19 @@ def test_a_word_is_that_of_the_commands(program: Path) -> None:
             assert action.choices and set(action.choices) <= set(words())
         if name in ("--tp", "--output"):
             assert action.metavar in (["N"] if name == "--tp" else ["OUT", "FILE"])
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=name_of)
+def test_help_has_values_instead_of_names_of_constants(program: Path) -> None:
+    for name, action in listed(options.parser_of(program)):
+        text = (action.help or "").replace("CUDA_VISIBLE_DEVICES", "")
+        found = re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", text)
+        assert not found, f"{name}: what {found} is set to must be found without importing the program"
+
+
+def test_a_constant_of_another_file_is_found() -> None:
+    known = options.constants("from programs.options import WIDTH, COLUMN\nfrom programs.evaluate import WORST as MOST")
+    assert set(known) == {"MOST"} and options.shown(ast.Name("MOST"), known) == str(evaluate.WORST)
 
 
 def test_programs_and_their_options_are_found() -> None:
