@@ -7,7 +7,6 @@ shape and dtype of one of the storages that its role allows. Nothing is left out
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -22,8 +21,6 @@ from nvfp4_sgl.checkpoint.transformers_names import MARKS, PREFIX, original_name
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.files import MAX_INDEX_BYTES, MAX_NAME, fetch_again, read_json, require_directory, shown
-
-logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SHOWN = 20
@@ -128,9 +125,6 @@ class Inventory:
         if drafts:
             summary.skipped = len(drafts)
             summary.draft = "DSpark draft" if any(map(DSPARK_MARK.search, drafts)) else "MTP draft"
-            logger.info(
-                "nvfp4_sgl: left out %d tensors mtp.* (%s): the decoder has none of them", len(drafts), summary.draft
-            )
         self.config, self.summary = config, summary
         return summary
 

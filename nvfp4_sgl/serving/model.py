@@ -49,6 +49,9 @@ class DeepseekV4ForCausalLM(LoadedOnce):
             super().__init__(config)
             words.append(f"{self.verified.inventory.directory} verified")
             words.append(f"{len(self.verified.inventory.entries):,} tensors")
+            summary = self.verified.summary
+            if summary.skipped and settings.draft_algorithm() is None:
+                words.append(f"{summary.skipped} of them, mtp.*, left out ({summary.draft})")
         self.activation_mode = self.choice.mode
         check_trace()
         longest = settings.resolved("context_length") or self.model_config.max_position_embeddings

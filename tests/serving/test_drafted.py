@@ -446,6 +446,11 @@ def test_requests_that_are_given_up(server: Server) -> None:
     check_nothing_is_left(server)
 
 
+def test_the_start_does_not_say_that_the_draft_is_left_out(server: Server) -> None:
+    (config,) = re.findall(r"nvfp4_sgl: config: (.*)", server.text())
+    assert "verified" in config and "left out" not in config and "mtp.*" not in server.text()
+
+
 def test_what_answers_and_metrics_say_of_rounds(server: Server, guess: Guess, answer: list[int]) -> None:
     guess([[*PROMPT, *answer]], range(256))
     server.generate(PROMPT, TOKENS)  # gauges follow --decode-log-interval, 40 passes

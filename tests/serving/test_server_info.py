@@ -36,6 +36,7 @@ def test_the_start_is_seven_lines(server: Server) -> None:
     assert (
         "verified" in said["config"] and "GB stored" in said["weights"] and "room for 16,384 tokens" in said["memory"]
     )
+    assert re.search(r"\d+ of them, mtp\.\*, left out \(MTP draft\)", said["config"])
     assert (
         "target cpu, w4a16, float32, exact rows in float32, sampling by pytorch, routing by the model"
         in said["scheduler"]
