@@ -30,7 +30,7 @@ ADDRESSES = (
     *("benchmarks", "checkpoints", "coming_from", "command_line", "compatibility", "contributing", "convert"),
     *("cookbook", "deployment", "examples", "find_the_op", "first_light", "formats", "hopper"),
     *("hopper_gemm_tutorial", "how_it_works", "index", "install", "numerics", "own_kernel", "results", "sm100"),
-    *("small_model", "specification", "troubleshooting"),
+    *("small_model", "specification", "speculative_decoding", "troubleshooting"),
     *(
         "cookbook#watch-it",
         "cookbook#compiling-ahead",
@@ -38,6 +38,7 @@ ADDRESSES = (
         "cookbook#a-container",
     ),
     *("hopper#gemms", "hopper#mode-w4a4", "hopper#triton-kernels", "hopper#how-it-is-known", "hopper#speed"),
+    "compatibility#speculative-decoding",
     *("sm100#the-model", "sm100#how-they-are-known", "convert#without-a-copy-at-load", "convert#time-and-memory"),
 )
 """Pages and sections that others may have linked: one that moves leaves an anchor with a link behind."""

@@ -332,7 +332,7 @@ def test_rounds_of_dspark(simulated: float | None, monkeypatch: pytest.MonkeyPat
 
 
 LAUNCHES = 15
-"""What docs/compatibility.md says of a round's acceptance."""
+"""What docs/speculative_decoding.md says of a round's acceptance."""
 
 
 class Launches(TorchDispatchMode):
