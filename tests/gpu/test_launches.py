@@ -35,6 +35,7 @@ from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOK
 from nvfp4_sgl.triton_kernels.common import chip
 from tests.support import native, python_calls
 from tests.support.dry_launches import Launch, dry_launches, explained
+from tests.support.full import but_for
 from tests.support.interpreted import INTERPRETED
 from tests.support.reference_gemms import DryLauncher, dry_gemms
 
@@ -314,9 +315,12 @@ def test_an_eager_decode_pass_allocates_by_its_tokens_alone(requests: int, model
     assert 0 < found[2].total() <= requests * EAGER_BYTES, found[2]
 
 
-@pytest.mark.parametrize("run", native.runs(on_gpu=False), ids=str)
+@pytest.mark.parametrize("run", but_for(native.runs(on_gpu=False), *native.runs(on_gpu=False)[:-1]), ids=str)
 def test_nothing_compiles_after_the_warm_up(run: native.Run, tmp_path: Path) -> None:
-    """Passes of random requests launch no variant of a kernel, and no GEMM, that the warm-up did not."""
+    """Passes of random requests launch no variant of a kernel, and no GEMM, that the warm-up did not.
+
+    For Hopper in CI: ``tests/model/test_compile_ahead.py``.
+    """
     choose = random.Random(0)
     write_tiny(tmp_path, "nvfp4-full", seed=3, num_hidden_layers=len(LAYERS))
     with dry_gemms(run.target):

@@ -63,6 +63,7 @@ CASES = [
 LAUNCHED, UNSTORED = CASES[::2], CASES[1::2]
 CAPACITY, REQUESTS = 1024, 6
 META = torch.device("meta")
+SMALLEST = KernelKey("sm_90a", KernelShape(8))
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,16 @@ def tiny(checkpoints: dict[str, Path]) -> Path:
 @pytest.fixture(scope="module")
 def verified(tiny: Path) -> Verified:
     return verify(tiny)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that holds :data:`SMALLEST`; to be copied."""
+    folder = tmp_path_factory.mktemp("library")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "user"))
+        compile_ahead.compile_missing([SMALLEST], [], folder / "library", 90)
+    return folder / "library"
 
 
 @pytest.fixture
@@ -188,7 +199,7 @@ def test_what_lacks_a_file_is_compiled_again(caches: Path) -> None:
 
 
 def test_what_is_there_is_not_compiled_again(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variants, key = noted(normalise), KernelKey("sm_90a", KernelShape(8))
+    variants, key = noted(normalise), SMALLEST
     folder = compile_ahead.library_folder([key])
     compile_ahead.compile_missing([key], variants, folder, 90)
     assert Library(folder, runtime=runtime_library(), device=0).names == {key.name}
@@ -199,11 +210,12 @@ def test_what_is_there_is_not_compiled_again(caches: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", [MANIFEST, LIBRARY])
-def test_a_damaged_library_is_compiled_again(name: str, caches: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_library_is_compiled_again(
+    name: str, caches: Path, library: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Else no server of this user could start any more."""
-    key = KernelKey("sm_90a", KernelShape(8))
-    folder = compile_ahead.library_folder([key])
-    compile_ahead.compile_missing([key], [], folder, 90)
+    key, folder = SMALLEST, compile_ahead.library_folder([SMALLEST])
+    shutil.copytree(library, folder)
     (folder / name).write_bytes((folder / name).read_bytes()[:40])
     compile_ahead.compile_missing([key], [], folder, 90)
     assert Library(folder, runtime=runtime_library(), device=0).names == {key.name}
@@ -211,11 +223,13 @@ def test_a_damaged_library_is_compiled_again(name: str, caches: Path, caplog: py
     assert said.startswith(f"compiling a library again that cannot be used: {folder}")
 
 
-def test_a_library_that_lacks_a_kernel_is_compiled_again(caches: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_library_that_lacks_a_kernel_is_compiled_again(
+    caches: Path, library: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As by a second ``nvfp4-sgl build`` into a folder, for other sizes."""
-    first, second = (KernelKey("sm_90a", KernelShape(tile)) for tile in (8, 16))
-    for key in (first, second):
-        compile_ahead.compile_missing([key], [], caches / "out", 90)
+    second = KernelKey("sm_90a", KernelShape(16))
+    shutil.copytree(library, caches / "out")
+    compile_ahead.compile_missing([second], [], caches / "out", 90)
     assert Library(caches / "out", runtime=runtime_library(), device=0).names == {second.name}
     assert "1 of 1 GEMMs are not there: compiling all again" in caplog.text
 

@@ -9,6 +9,7 @@ from transformers import DeepseekV4ForCausalLM
 from nvfp4_sgl import cli
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
+from tests.support.full import full
 from tests.support.logprobs import TOKENS, check, check_concurrently, generate
 from tests.support.oracle import cached_hf_model, hf_logits
 from tests.support.prompts import clear_ids
@@ -58,8 +59,8 @@ def test_retraction(serve, checkpoint, oracle):
 @pytest.mark.parametrize(
     "name",
     [
-        *("deepseek", "converted at load"),
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("nvfp4-experts", "converted")),
+        "converted at load",
+        *full("deepseek", "nvfp4-experts", "converted"),
     ],
 )
 def test_other_formats(name, serve, tiny_checkpoints, tmp_path):

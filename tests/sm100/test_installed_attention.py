@@ -6,6 +6,7 @@ import pytest
 
 from tests.sm100.emulator import Options
 from tests.sm100.support.attention import run_attention
+from tests.support.full import but_for
 
 pytest.importorskip("flashinfer")
 
@@ -16,7 +17,7 @@ CASES = {
 """Element types, queries, keys and width; a bound on errors, since probabilities are rounded, too; the kind."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", but_for(CASES, "fp16"))
 def test_output_is_close(case: str) -> None:
     sizes, bound, kind = CASES[case]
     found, expected, statistics = run_attention(*sizes, Options("random", 1))
