@@ -63,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
     verified = verify(args.directory) if holds_weights(args.directory) else verify_dummy(args.directory)
     mode = mode_of(target, args.mode or verified.raw.get("activation_mode"))
     context = args.context_length or verified.config.max_position_embeddings
-    drafts, round_tokens = from_arguments(args), 0
     for ranks in args.ranks:
         TensorParallel(size=ranks).check(verified.config)
         check_target(target, verified.config, ranks, verified.inventory.storage, mode, context)
-        round_tokens = drafts.round_tokens(verified, target, ranks, mode)
+    drafts = from_arguments(args)
+    round_tokens = drafts.round_tokens(verified, target, mode)
 
     from nvfp4_sgl.build import Serving, build
 

@@ -271,7 +271,7 @@ def examine_checkpoint(report: Report, directory: Path, plan: ServerFlags) -> No
 
 def examine_draft(report: Report, verified: Verified, plan: ServerFlags) -> Draft | None:
     """Say what is bundled for drafting, and check that ``plan`` can have it; the draft of a server of ``plan``."""
-    given = DraftFlags(plan.algorithm, plan.steps, plan.block).given(verified, plan.ranks)
+    given = DraftFlags(plan.algorithm, plan.steps, plan.block).given(verified)
     draft, chosen = None, plan.target or report.target
     try:
         draft = verified.draft()

@@ -29,27 +29,26 @@ class DraftFlags:
     steps: int | None = None
     block: int | None = None
 
-    def given(self, verified: Verified, ranks: int) -> dict[str, Any]:
-        """A server's flags, as :mod:`.checks` takes them; ``ranks``: ``--tp-size``."""
+    def given(self, verified: Verified) -> dict[str, Any]:
+        """A server's flags, as :mod:`.checks` takes them."""
         left_out = ("draft_model_path", "eagle_topk", "num_draft_tokens")
         return {f"speculative_{name}": None for name in left_out} | {
             "speculative_algorithm": self.algorithm,
             "speculative_num_steps": self.steps,
             "speculative_dspark_block_size": self.block,
             "model_path": verified.inventory.directory,
-            "tp_size": ranks,
         }
 
-    def round_tokens(self, verified: Verified, target: str, ranks: int, mode: ActivationMode) -> int:
+    def round_tokens(self, verified: Verified, target: str, mode: ActivationMode) -> int:
         """Tokens that such a server's rounds verify; 0 if it drafts nothing.
 
         Args:
-            ranks: ``--tp-size``. mode: ``activation_mode``.
+            mode: ``activation_mode``.
 
         Raises:
             CheckpointError, ConfigError, UnsupportedError: the server would refuse the flags, as :mod:`.checks` says.
         """
-        given = self.given(verified, ranks)
+        given = self.given(verified)
         checks.check_flags(given)
         checks.check_draft(given, verified, target, {"activation_mode": mode.value})
         return int(checks.declared(given, verified).get("speculative_num_draft_tokens", 0))

@@ -18,7 +18,7 @@ from nvfp4_sgl.checkpoint.safetensors_header import ITEM_BYTES, Entry
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.convert.options import Options, Scales
-from nvfp4_sgl.errors import CheckpointError, ConfigError
+from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError
 from nvfp4_sgl.formats import nvfp4
 
 QUANTISE_COST = {Scales.MAX: 20, Scales.MSE: 120}
@@ -167,7 +167,7 @@ def make_plan(source: Verified, options: Options) -> Conversion:
     Raises:
         ConfigError: nothing would be NVFP4; or drafts should be, and there are none.
         CheckpointError: K of a matrix is no multiple of 16; or gate and up, which are to be tied, are stored
-            differently; or matrices of a draft, which are to be converted, have other shapes than a layer's.
+            differently; or a draft that is to be converted is not complete.
     """
     inventory, before = source.inventory, source.summary.storages
     after = {stem: _becomes(stem, storage, options) for stem, storage in before.items()}
@@ -209,6 +209,10 @@ def _drafts(source: Verified, options: Options) -> dict[str, tuple[TensorSpec, S
             f"{source.inventory.directory}: --drafts nvfp4: there is no draft with matrices under DeepSeek's names"
             " (mtp.0.attn.wq_a, …); leave the flag out"
         )
+    try:
+        source.draft()
+    except Nvfp4SglError as error:
+        raise type(error)(f"--drafts nvfp4: {error}\nor leave the flag out: the draft is copied as it is") from error
     return {
         stem: (spec, storage)
         for stem, (spec, storage) in found.items()

@@ -218,6 +218,15 @@ def test_drafts_that_cannot_be_converted_are_refused(
     quiet(wide, tmp_path / "kept")
     with pytest.raises(CheckpointError, match=r"mtp\.0\.attn\.wkv\.weight.*wrong shape"):
         quiet(wide, tmp_path / "to", options)
+    cut = copy_checkpoint(source, tmp_path / "cut")
+    for file in cut.glob("*.safetensors"):
+        store(file, {name: value for name, value in load_stored(file).items() if name != "mtp.0.enorm.weight"})
+    (cut / "model.safetensors.index.json").unlink(missing_ok=True)
+    quiet(cut, tmp_path / "cut kept")
+    with pytest.raises(
+        CheckpointError, match=r"--drafts nvfp4: [\s\S]*'mtp\.0\.enorm\.weight' is missing[\s\S]*leave the"
+    ):
+        quiet(cut, tmp_path / "to", options)
     damaged = copy_checkpoint(source, tmp_path / "damaged")
     change_tensor(damaged, "mtp.0.attn.wkv.weight", set_byte(5, 0x7F))  # NaN in E4M3
     with pytest.raises(CheckpointError, match=r"'mtp\.0\.attn\.wkv\.weight' in .*expected .*found nan"):

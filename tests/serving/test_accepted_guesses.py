@@ -210,6 +210,40 @@ def test_rows_of_a_block_are_drawn_by_their_positions(monkeypatch: pytest.Monkey
     assert torch.equal(found.out_tokens.flatten(), verify_input.positions)
 
 
+@pytest.mark.parametrize("blocks", [False, True], ids=["EAGLE", "DSPARK"])
+def test_every_row_has_what_its_request_asks_for(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bias and penalties, and in EAGLE's round the mask of grammars, which DSpark's worker applies itself."""
+    monkeypatch.setattr(parallel, "tp_size", lambda: 1)
+    monkeypatch.setattr(accept, "sample_rows", lambda logits, *_: logits.argmax(-1))
+    verify_input, batch, output = verified(2)
+    guesses, info = verify_input.draft_token.view(-1, ROWS), batch.sampling_info
+    bias = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(6))
+    info.logit_bias = bias
+    batch.reqs = [request([1], **asked) for asked in ({"frequency_penalty": 0.5}, {})]
+    expected = output.next_token_logits.clone().view(2, ROWS, VOCABULARY) + bias[:, None]
+    for row in range(ROWS):
+        for token in guesses[0, : row + 1]:
+            expected[0, row, token] -= 0.5
+    if blocks:
+        executor, given = SimpleNamespace(), list[Any]()
+
+        def passed(_: Any, *, sampling_info: Any, **rest: Any) -> Any:
+            given.append(sampling_info)
+            return SimpleNamespace(logits_output=output)
+
+        dspark_accept.verify(passed, executor, batch=batch, verify_ids_2d=guesses, sampling_info=info)
+        assert given == [None], "SGLang would apply them to all rows alike, again"
+    else:
+        mask = SimpleNamespace(apply=lambda logits: logits[:, 3].fill_(-torch.inf))
+        expected[:, :, 3] = -torch.inf
+        _, lengths, _ = accept.sample_round(print, verify_input, batch, output, mask)
+        tokens = guesses[0, : int(lengths[0])]
+        counts = batch.reqs[0].nvfp4_sgl_answer.counts
+        assert counts.tolist() == torch.bincount(tokens, minlength=VOCABULARY).tolist(), "the next round counts on"
+    found = output.next_token_logits.view_as(expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 def test_the_first_wrong_guess_ends_a_round() -> None:
     generator = torch.Generator().manual_seed(3)
     guesses, sampled = (torch.randint(0, 3, (200, 4), generator=generator) for _ in range(2))

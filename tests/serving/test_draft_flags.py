@@ -23,7 +23,7 @@ from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.target import CPU, SM100, TARGETS
 from tests.support.damage import remove
 
-NOTHING: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *checks.NEED_ALGORITHM)) | {"tp_size": 1}
+NOTHING: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *checks.NEED_ALGORITHM))
 EAGLE, DSPARK = ({"speculative_algorithm": algorithm} for algorithm in ("EAGLE", "DSPARK"))
 
 UNREAD: Any = None
