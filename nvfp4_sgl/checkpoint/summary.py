@@ -79,6 +79,6 @@ class CheckpointSummary:
                     stored = storage.value if storage else "-"
                     rows.append((role.value, stored, str(count), f"{self._bytes[role, storage] / 1e6:.2f}"))
         if self.skipped:
-            rows.append(("mtp.* (left out)", self.draft, str(self.skipped), f"{self.skipped_bytes / 1e6:.2f}"))
+            rows.append(("draft, mtp.*", self.draft, str(self.skipped), f"{self.skipped_bytes / 1e6:.2f}"))
         rows.append(("decoder", self.format, str(sum(self._counts.values())), f"{self.nbytes / 1e6:.2f}"))
         return "\n".join(f"{role:<17}{storage:<26}{count:>9}{size:>12}" for role, storage, count, size in rows)
