@@ -409,8 +409,9 @@ def test_slots_around_a_round() -> None:
     table = torch.arange(4 * 10, dtype=torch.int32).view(4, 10)
     requests, lengths = torch.tensor([3, 1]), torch.tensor([2, 5])
     out = torch.empty(6, dtype=torch.int64)
-    chain.draft_slots(print, requests, table, lengths, out, 1, 3)
-    assert out.tolist() == [32, 33, 34, 15, 16, 17]
+    positions = torch.zeros(2, dtype=torch.int64)
+    chain.draft_slots(print, requests, table, lengths, out, 1, 3, positions)
+    assert out.tolist() == [32, 33, 34, 15, 16, 17] and torch.equal(positions, lengths)
     found = chain.cache_locs(
         req_pool_indices=requests,
         req_to_token=table,

@@ -73,8 +73,11 @@ def test_each_token_is_the_likeliest_behind_the_one_before(shape: tuple[int, int
 
 
 def test_rows_that_are_not_finite(device: str) -> None:
-    """NaN is passed over; a row of nothing else gives a token of the vocabulary, and the chain goes on."""
+    """NaN is passed over, also beside negative logits alone; a row of nothing else gives a token of the vocabulary, and
+    the chain goes on.
+    """
     base, anchor, w1, w2 = some_blocks(4, 3, BLOCK + 9, 16, device, integers=True)
+    base[2] -= 2.0**20
     base[0, 1], base[1, 0], base[2, :, ::2], base[3, 0, 5] = torch.nan, -torch.inf, torch.nan, torch.inf
     tokens = check_exactly(base, anchor, w1, w2)
     assert tokens[0, 1] == tokens[1, 0] == 0 and tokens[3, 0] == 5
