@@ -8,8 +8,8 @@ import pytest
 
 
 def full(*cases: Any) -> list[Any]:
-    """``cases`` for ``pytest.mark.parametrize``; a tuple is the values of one case."""
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full) for case in cases]
+    """``cases`` for ``pytest.mark.parametrize``; a tuple is the values of one case, but a named one is a value."""
+    return [pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.full) for case in cases]
 
 
 def but_for(cases: Any, *few: Any) -> list[Any]:
