@@ -60,6 +60,23 @@ def test_importers_get_the_wrapped_function(modules: tuple[Any, Any]) -> None:
     assert imports.thrice(3) == 9
 
 
+@pytest.mark.parametrize("package", ["numpy", "some_package"])
+def test_a_library_is_searched_for_its_own_functions_alone(
+    package: str, modules: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another plugin's hook may name a function of a library, which then has to reach all of the library."""
+    imports = modules[1]
+    if package not in sys.modules:
+        made(package, "", monkeypatch)
+    own = made(f"{package}.hooked_defines", "def fourfold(x): return 4 * x", monkeypatch)
+    importing = f"from {package}.hooked_defines import fourfold\nfrom hooked_defines import double"
+    theirs = made(f"{package}.hooked_imports", importing, monkeypatch)
+    install({"hooked_defines.double": negative})
+    assert imports.double(3) == -6 and theirs.double(3) == (6 if package in hooking.LIBRARIES else -6)
+    install({f"{package}.hooked_defines.fourfold": negative})
+    assert own.fourfold(3) == theirs.fourfold(3) == -12
+
+
 def test_a_second_path_to_a_function_wraps_what_the_first_made(modules: tuple[Any, Any]) -> None:
     defines, imports = modules
     install({"hooked_defines.double": negative, "hooked_imports.double": lambda original, x: original(x) - 1})

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
@@ -30,15 +30,15 @@ class Bindings:
     """Places where modules hold some objects, found in one search.
 
     For each hook, SGLang searches every module for what was imported ``from`` the hooked one: 0.1 s, and a process of a
-    server has fifty hooks. This looks through all but :data:`LIBRARIES`, whose memory a forked process shares while it
-    does not look at it.
+    server has fifty hooks. This looks through all but packages that are ``skipped``, whose memory a forked process
+    shares while it does not look at it.
     """
 
-    def __init__(self, objects: Iterable[object]):
+    def __init__(self, objects: Iterable[object], skipped: Set[str] = frozenset()):
         wanted = {id(one) for one in objects}
         self._places: dict[int, list[tuple[ModuleType, str]]] = defaultdict(list)
         for module_name, holder in list(sys.modules.items()):
-            if isinstance(holder, ModuleType) and module_name.partition(".")[0] not in LIBRARIES:
+            if isinstance(holder, ModuleType) and module_name.partition(".")[0] not in skipped:
                 for name, value in list(vars(holder).items()):
                     if id(value) in wanted:
                         self._places[id(value)].append((holder, name))
@@ -66,7 +66,8 @@ def install_hooks(around: dict[str, Callable[..., Any]]) -> None:
     registry, kind = find("HookRegistry"), find("HookType").AROUND
     for name, hook in around.items():
         registry.register(HOOKS[name].path, hook, kind)
-    bindings = Bindings(_functions(path for path in registry._hooks if path not in registry._patched))
+    paths = [path for path in registry._hooks if path not in registry._patched]
+    bindings = Bindings(_functions(paths), LIBRARIES - {path.partition(".")[0] for path in paths})
     searching, replaced = module("hook_registry"), find("propagate_patch")
     setattr(searching, replaced.__name__, bindings.replace)
     try:
