@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nvfp4_sgl.captured import capture
 from nvfp4_sgl.model.contract import PassRequest, Planner
-from nvfp4_sgl.model.static_prompt import Shape, StaticPrompt, choose
+from nvfp4_sgl.model.static_prompt import PromptSize, StaticPrompt, choose
 
 Body = Callable[[Tensor, Any], Tensor]
 """Hidden states [T, d] from token ids int64 [T] and the pass's step; launches kernels only."""
@@ -76,7 +76,7 @@ class PromptGraphs:
         self,
         planner: Planner[Any],
         body: Body,
-        shapes: Iterable[Shape],
+        shapes: Iterable[PromptSize],
         device: torch.device | str,
         padding_request: int = 0,
     ):
@@ -85,7 +85,7 @@ class PromptGraphs:
         }
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[PromptSize]:
         """Those that are captured."""
         return list(self._graphs)
 

@@ -18,7 +18,7 @@ from nvfp4_sgl.model.contract import PassKind, PassRequest
 
 
 @dataclass(frozen=True)
-class Shape:
+class PromptSize:
     """The shape of a prompt pass.
 
     Attributes:
@@ -43,7 +43,7 @@ class Shape:
 
 def shapes(
     tokens: Sequence[int], requests: int, *, longest: int, columns: int, unscored: int | None = None
-) -> list[Shape]:
+) -> list[PromptSize]:
     """The shapes to capture, the largest first: the others then find room in its memory.
 
     Two for each number of tokens where the model's index may choose: for sequences so short that each query attends to
@@ -59,7 +59,7 @@ def shapes(
     """
     lengths = {longest if unscored is None else min(longest, unscored), longest}
     fitting = [count for count in tokens if count <= min(longest, columns)]
-    found = (Shape(count, requests, length) for count in fitting for length in lengths)
+    found = (PromptSize(count, requests, length) for count in fitting for length in lengths)
     return sorted(found, key=lambda shape: shape.cost, reverse=True)
 
 
@@ -72,7 +72,7 @@ def unscored_length(config: ModelConfig) -> int | None:
     return 4 * 64 * pages + 3 if pages and LayerKind.CSA in config.layer_kinds else None
 
 
-def choose(among: Iterable[Shape], tokens: int, requests: int, longest: int) -> Shape | None:
+def choose(among: Iterable[PromptSize], tokens: int, requests: int, longest: int) -> PromptSize | None:
     """The shape of a pass of so many tokens and requests, whose longest sequence has ``longest`` tokens after it.
 
     The least that holds it; ``None`` if none does.
@@ -91,7 +91,7 @@ class StaticPrompt:
         used: tokens of the pass that was loaded last, which come first.
     """
 
-    def __init__(self, shape: Shape, device: torch.device | str, padding_request: int = 0):
+    def __init__(self, shape: PromptSize, device: torch.device | str, padding_request: int = 0):
         """All padding at first; ``padding_request`` is the request slot of padding."""
         self.shape, self._padding_request, self.used = shape, padding_request, 0
         self._count = torch.arange(shape.tokens, device=device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nvfp4_sgl.cache.rows import PackedRows
 from nvfp4_sgl.model.contract import PassKind, PassRequest
-from nvfp4_sgl.model.static_prompt import Shape, shapes, unscored_length
+from nvfp4_sgl.model.static_prompt import PromptSize, shapes, unscored_length
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.prompt_graphs import PromptGraph, PromptGraphs
 from nvfp4_sgl.prompt_sizes import TOKENS
@@ -115,7 +115,7 @@ def request_of(model: Standalone, tokens: Mapping[int, list[int]]) -> PassReques
 
 
 @torch.no_grad()
-def in_a_graph(model: Standalone, prompts: PromptGraphs, tokens: Mapping[int, list[int]]) -> tuple[Tensor, Shape]:
+def in_a_graph(model: Standalone, prompts: PromptGraphs, tokens: Mapping[int, list[int]]) -> tuple[Tensor, PromptSize]:
     """Hidden states of a pass in the graph that it takes."""
     request = request_of(model, tokens)
     graph = prompts.find(request)
@@ -130,7 +130,7 @@ def in_a_graph(model: Standalone, prompts: PromptGraphs, tokens: Mapping[int, li
 
 
 @torch.no_grad()
-def eagerly(model: Standalone, tokens: Mapping[int, list[int]], shape: Shape) -> Tensor:
+def eagerly(model: Standalone, tokens: Mapping[int, list[int]], shape: PromptSize) -> Tensor:
     """Hidden states of the same pass, launch by launch, with tokens of another request in the place of padding."""
     left = shape.tokens - sum(map(len, tokens.values()))
     model.caches.lengths[FILLER] = 0

@@ -7,7 +7,7 @@ import torch
 
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.model.contract import PassKind, PassRequest
-from nvfp4_sgl.model.static_prompt import Shape, StaticPrompt, choose, shapes, unscored_length
+from nvfp4_sgl.model.static_prompt import PromptSize, StaticPrompt, choose, shapes, unscored_length
 from nvfp4_sgl.prompt_sizes import REQUESTS, TOKENS
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.targets.fused.step import index_entries
@@ -16,7 +16,7 @@ LONGEST = 16384
 UNSCORED = 2051
 
 
-def served() -> list[Shape]:
+def served() -> list[PromptSize]:
     return shapes(TOKENS, REQUESTS, longest=LONGEST, columns=LONGEST + 4, unscored=UNSCORED)
 
 
@@ -64,7 +64,7 @@ TABLE = {
 @pytest.mark.parametrize("found", TABLE)
 def test_a_pass_takes_the_least_shape_that_holds_it(found: tuple[int, int, int]):
     expected = TABLE[found]
-    assert choose(served(), *found) == (expected and Shape(expected[0], REQUESTS, expected[1]))
+    assert choose(served(), *found) == (expected and PromptSize(expected[0], REQUESTS, expected[1]))
 
 
 @pytest.mark.parametrize("topk", [64, 100, 128, 512])
@@ -96,13 +96,13 @@ def contents(prompt: StaticPrompt) -> list[list[int]]:
 
 
 def test_at_first_all_is_padding():
-    prompt = StaticPrompt(Shape(4, 2, 64), "cpu", padding_request=9)
+    prompt = StaticPrompt(PromptSize(4, 2, 64), "cpu", padding_request=9)
     assert contents(prompt) == [[0, 1, 2, 3], [9, 9], [4, 0], [4, 0]]
     assert prompt.request.longest == 64 and prompt.request.kind is PassKind.EXTEND
 
 
 def test_what_is_missing_is_one_request_of_padding():
-    prompt = StaticPrompt(Shape(8, 4, 64), "cpu")
+    prompt = StaticPrompt(PromptSize(8, 4, 64), "cpu")
     addresses = [one.data_ptr() for one in (prompt.ids, prompt.request.positions, prompt.request.added)]
     prompt.load(pass_of([10, 0], [2, 3]))
     prompt.load_ids(torch.tensor([5, 6, 7, 8, 9]))
@@ -120,13 +120,13 @@ def test_what_is_missing_is_one_request_of_padding():
 
 @pytest.mark.parametrize("late", [pass_of([0], [9]), pass_of([62], [3]), pass_of([0] * 4, [1] * 4)])
 def test_a_pass_that_does_not_fit_is_refused(late: PassRequest):
-    prompt = StaticPrompt(Shape(8, 4, 64), "cpu")
-    with pytest.raises(AssertionError, match=r"Shape\(tokens=8"):
+    prompt = StaticPrompt(PromptSize(8, 4, 64), "cpu")
+    with pytest.raises(AssertionError, match=r"PromptSize\(tokens=8"):
         prompt.load(late)
 
 
 def test_ids_of_another_pass_are_refused():
-    prompt = StaticPrompt(Shape(8, 4, 64), "cpu")
+    prompt = StaticPrompt(PromptSize(8, 4, 64), "cpu")
     prompt.load(pass_of([0], [3]))
     with pytest.raises(AssertionError, match="expected the ids of 3 tokens, found 2"):
         prompt.load_ids(torch.tensor([1, 2]))
