@@ -266,7 +266,7 @@ UNLIKE_MTP: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", UNLIKE_MTP)
 def test_fields_that_say_another_mtp_draft(name: str, written: Any, tmp_path: Path) -> None:
-    """Of other blocks than are stored and computed: nothing drafts with them, and the decoder still serves."""
+    """Fields that tell of other blocks than are stored: nothing drafts with them, and the decoder still serves."""
     fields, message = UNLIKE_MTP[name]
     path = copy_checkpoint(written(TinyFormat.NVFP4_FULL, TinyDraft.MTP), tmp_path / "copy")
     change_json(path / "config.json", lambda config: config.update(fields))

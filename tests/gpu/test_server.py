@@ -84,7 +84,7 @@ def test_the_server_says_what_runs(target: str, serve: ServerPool, checkpoint: P
 
 
 def test_graphs_and_eager_decode_give_the_same_bits(serve: ServerPool, checkpoint: Path):
-    """Of prompts that both run eagerly: those in graphs are in ``test_prompt_graphs``."""
+    """Both servers run prompts eagerly; ``test_prompt_graphs`` has those in graphs."""
     captured = serve(checkpoint, *FLAGS, environment={"NVFP4_SGL_PROMPT_GRAPHS": "0"})
     with_graphs = outputs(captured)
     assert "cuda graph: True" in captured.text()

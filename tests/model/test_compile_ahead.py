@@ -63,7 +63,7 @@ CASES = [
 LAUNCHED, UNSTORED = CASES[::2], CASES[1::2]
 CAPACITY, REQUESTS = 1024, 6
 META = torch.device("meta")
-SMALLEST = KernelKey("sm_90a", KernelShape(8))
+SMALLEST_KERNEL = KernelKey("sm_90a", KernelShape(8))
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +87,11 @@ def verified(tiny: Path) -> Verified:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that holds :data:`SMALLEST`; to be copied."""
+    """One that holds :data:`SMALLEST_KERNEL`; to be copied."""
     folder = tmp_path_factory.mktemp("library")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "user"))
-        compile_ahead.compile_missing([SMALLEST], [], folder / "library", 90)
+        compile_ahead.compile_missing([SMALLEST_KERNEL], [], folder / "library", 90)
     return folder / "library"
 
 
@@ -199,7 +199,7 @@ def test_what_lacks_a_file_is_compiled_again(caches: Path) -> None:
 
 
 def test_what_is_there_is_not_compiled_again(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variants, key = noted(normalise), SMALLEST
+    variants, key = noted(normalise), SMALLEST_KERNEL
     folder = compile_ahead.library_folder([key])
     compile_ahead.compile_missing([key], variants, folder, 90)
     assert Library(folder, runtime=runtime_library(), device=0).names == {key.name}
@@ -214,7 +214,7 @@ def test_a_damaged_library_is_compiled_again(
     name: str, caches: Path, library: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else no server of this user could start any more."""
-    key, folder = SMALLEST, compile_ahead.library_folder([SMALLEST])
+    key, folder = SMALLEST_KERNEL, compile_ahead.library_folder([SMALLEST_KERNEL])
     shutil.copytree(library, folder)
     (folder / name).write_bytes((folder / name).read_bytes()[:40])
     compile_ahead.compile_missing([key], [], folder, 90)

@@ -22,8 +22,10 @@ from benchmarks.full_size_plan import OF_A_START, server_flags, starts
 from benchmarks.released import MODELS, config_of
 from programs.local_server import ServerError
 
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.draft_config import DsparkConfig
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat
 
 H200, H100 = CARDS
@@ -61,11 +63,15 @@ def test_what_matters_most_comes_first(model: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "captured", "rank"), [("flash", [40, 41, 42], 256), ("pro", [58, 59, 60], 512)])
-def test_a_dspark_draft_is_the_release_s(model: str, captured: list[int], rank: int) -> None:
+def test_a_dspark_draft_is_the_release_s(model: str, captured: list[int], rank: int, tmp_path: Path) -> None:
+    """And every matrix of it is NVFP4."""
     arguments = options("ours", "--model", model, "--tp", "8", "--later", "--drafts", "dspark")
     config = config_of(MODELS[model], TinyFormat.NVFP4_FULL, None, TinyDraft.DSPARK)
     draft = DsparkConfig.parse(config, ModelConfig.from_dict(config))
     assert (draft.block, [*draft.captured_layers], draft.markov_rank, draft.noise_token) == (5, captured, rank, 128_799)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    bundled = verify_dummy(tmp_path).draft()
+    assert bundled is not None and {*bundled.storages.values()} == {Storage.NVFP4}
     flags, values = server_flags(arguments, starts(arguments)[0])
     assert flags[-2:] == ["--speculative-algorithm", "DSPARK"] and values["SGLANG_SIMULATE_ACC_LEN"] == "1.0"
     none = options("ours", "--model", model, "--tp", "8", "--later")

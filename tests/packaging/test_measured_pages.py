@@ -35,7 +35,7 @@ NOT_MEASURED: dict[str, dict[str, str]] = {
     },
     "checkpoints.md": {"320 MiB": "size of a buffer"},
     "compatibility.md": dict.fromkeys(("9.0", "10.0", "10.3"), CAPABILITY),
-    "contributing.md": {"11 GB": DISK, "50 min": "a sum of tests/seconds.txt"},
+    "contributing.md": {"11 GB": DISK, "45 min": "one run of .ci/run"},
     "convert.md": {
         **dict.fromkeys(("5 GB", "256 MiB"), "a limit of a file's size"),
         **dict.fromkeys(("156 GB", "851 GB", "162 GB", "888 GB"), FORECAST),
