@@ -210,13 +210,14 @@ def _results(start_: Start, arguments: argparse.Namespace, left: Collection[str]
             info = json.load(answer)
         yield "plugin", plugin(info, start_.engine)
         yield "GPU memory", gpu_memory(info, log)
-        for count in dict.fromkeys([*start_.concurrency, *start_.trace]):
+        for count in start_.concurrency:
             if not {*start_.at(count)}.isdisjoint(left):
                 sizes = count, arguments.prompt, arguments.tokens
                 found = served(client, url, model, *sizes, sampling=arguments.sampling)
                 yield f"at {count}", found
                 yield f"round at {count}", round(found["mean_tpot_ms"] * arguments.accepted, 3)
                 yield f"steady at {count}", steady(log, count)
+        for count in start_.trace:
             if f"trace at {count}" in left:
                 gemms = Gemms.of(ModelConfig.from_dir(model), arguments.tp, count) if ours else None
                 yield f"trace at {count}", trace(url, folder, count, arguments.prompt, gemms)

@@ -64,9 +64,9 @@ class Start:
     def names(self) -> list[str]:
         """Names of all measurements, in their order."""
         found = [name for name in OF_A_START if self.engine == "ours" or name != "start"]
-        for count in dict.fromkeys([*self.concurrency, *self.trace]):
-            found += self.at(count) if count in self.concurrency else ()
-            found += [f"trace at {count}"] if count in self.trace else []
+        for count in self.concurrency:
+            found += self.at(count)
+        found += [f"trace at {count}" for count in self.trace]
         return found + ([f"prompt of {LONG_PROMPT}"] if self.long else [])
 
     def left(self, found: Collection[str]) -> list[str]:
@@ -75,11 +75,23 @@ class Start:
 
 
 def starts(arguments: argparse.Namespace) -> list[Start]:
-    """All starts: of each server at ``--concurrency``, then of each at ``--later``; the rest is behind the last."""
-    rounds = [tuple(arguments.concurrency), *([tuple(arguments.later)] if arguments.later else [])]
-    rest = {"trace": tuple(arguments.trace), "long": arguments.long}
+    """All starts: of each server at ``--concurrency``, then of each at ``--later``.
+
+    Steps are traced by the start that measures as many requests, else by the last, which has the long prompt, too.
+    """
+    rounds = [tuple(dict.fromkeys(counts)) for counts in (arguments.concurrency, arguments.later) if counts]
+    last = len(rounds) - 1
+    traced: list[list[int]] = [[] for _ in rounds]
+    for count in dict.fromkeys(arguments.trace):
+        traced[next((place for place, counts in enumerate(rounds) if count in counts), last)].append(count)
     return [
-        Start(engine, counts, drafts=bool(arguments.drafts), **(rest if place == len(rounds) - 1 else {}))
+        Start(
+            engine,
+            counts,
+            trace=tuple(traced[place]),
+            long=arguments.long and place == last,
+            drafts=bool(arguments.drafts),
+        )
         for place, counts in enumerate(rounds)
         for engine in arguments.servers
     ]

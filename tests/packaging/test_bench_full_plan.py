@@ -54,9 +54,12 @@ def test_what_matters_most_comes_first(model: str) -> None:
     assert [(start.engine, start.concurrency, start.most) for start in found] == [
         ("ours", (1, 64), 64), ("stock", (1, 64), 64), ("ours", (16, 256), 256), ("stock", (16, 256), 256),
     ]  # fmt: skip
-    assert found[0].names == [*OF_A_START, "at 1", "steady at 1", "at 64", "steady at 64"]
-    later = ["at 16", "steady at 16", "at 256", "steady at 256", "trace at 1", "trace at 64", "prompt of 8192"]
+    measured = ["at 1", "steady at 1", "at 64", "steady at 64", "trace at 1", "trace at 64"]
+    assert found[0].names == [*OF_A_START, *measured]
+    later = ["at 16", "steady at 16", "at 256", "steady at 256", "prompt of 8192"]
     assert found[2].left(found[0].names) == later
+    (_, traced) = starts(options("ours", "--trace", "1", "2", "256"))
+    assert traced.trace == (2, 256), "a step of two requests is traced last, one of 256 where as many are measured"
     assert "start" not in found[1].names
     drafted = starts(options("ours", "--later", "--drafts", "mtp"))
     assert len(drafted) == 1 and "round at 64" in drafted[0].names

@@ -177,11 +177,12 @@ def check_crowd(drafted: Drafted) -> None:
 def check_cached_pages(drafted: Drafted) -> None:
     """The draft's keys are cached with the target's; a chunk's last row guesses by the next one's first token."""
     server = drafted.server
-    ids = prompt(700, seed=9)
-    cold = generate(server, ids, 40)
-    cached = generate(server, ids, 40)
-    assert cached["meta_info"]["cached_tokens"] >= 256
-    drafted.require_as_good([cold, cached], [ids] * 2)
+    # Few values scatter: 80 of one prompt once gave 2.2 times the reference's error at 90 %, with a median of 0.0115.
+    prompts = [prompt(length, seed=length) for length in (700, 600, 810)]
+    cold = [generate(server, ids, 40) for ids in prompts]
+    cached = [generate(server, ids, 40) for ids in prompts]
+    assert all(answer["meta_info"]["cached_tokens"] >= 256 for answer in cached)
+    drafted.require_as_good([*cold, *cached], prompts * 2)
 
 
 def check_sampling(drafted: Drafted) -> None:
@@ -208,7 +209,7 @@ def check_penalties(drafted: Drafted) -> None:
     """Those of every row of a round, though the host knows an answer a round late."""
     server, guesses = drafted.server, drafted.guesses
     ids, vocabulary = prompt(40, seed=8), read_config_json(drafted.checkpoint)["vocab_size"]
-    require_penalties(server, ids, vocabulary, near=0.5, overlapped=False)
+    require_penalties(server, ids, vocabulary, near=0.5, strays=1, overlapped=False)
     sampling = {"frequency_penalty": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.3, "min_new_tokens": 20}
     first = server.generate(ids, 30, **sampling)["output_ids"]
     guesses.write([[*ids, *first]], range(0, 256, 3))
