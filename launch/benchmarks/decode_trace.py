@@ -114,10 +114,10 @@ class Gemms:
     weights: Mapping[str, float]
 
     @classmethod
-    def of(cls, config: ModelConfig, ranks: int, requests: int) -> Gemms:
-        """Those of a step of so many requests, with the mean of the experts that random ones visit."""
+    def of(cls, config: ModelConfig, ranks: int, tokens: int) -> Gemms:
+        """Those of a step of so many tokens, with the mean of the experts that random ones visit."""
         products = launched_gemms(config, Ownership(size=ranks))
-        return cls([product.name for product in products], {each.name: weights(each, requests) for each in products})
+        return cls([product.name for product in products], {each.name: weights(each, tokens) for each in products})
 
     def __call__(self, step: Sequence[Kernel]) -> list[str | None]:
         """The GEMM of each launch, ``None`` for others.
@@ -142,9 +142,26 @@ def weights(product: GemmSpec, tokens: int) -> float:
     return read * product.features * product.k * (2 if product.gated else 1) * BYTES_PER_WEIGHT
 
 
-def text(path: Path, gemms: Gemms | None = None) -> str:
-    """The tables of a trace's decode steps: of all kernels, and of ``gemms`` beside their floors."""
-    steps = graphs(read(path))
+def between(kernels: Sequence[Kernel], steps: Sequence[Sequence[Kernel]]) -> list[list[Kernel]]:
+    """What runs from each step to the next, the last launch of the one and the first of the other included."""
+    return [
+        [step[-1], *(kernel for kernel in kernels if step[-1].begin < kernel.begin < later[0].begin), later[0]]
+        for step, later in pairwise(steps)
+    ]
+
+
+def _inside(step: Sequence[Kernel]) -> list[str | None]:
+    """Names of what is between steps: the first launch is the step's before, the last one the next step's."""
+    return [None, *(short(kernel.name) for kernel in step[1:-1]), "(the next step's first launch)"]
+
+
+def text(path: Path, gemms: Gemms | None = None, *, drafted: bool = False) -> str:
+    """The tables of a trace's decode steps: of all kernels, and of ``gemms`` beside their floors.
+
+    drafted: whether the steps are verify passes, between which a draft runs: then of that, too.
+    """
+    kernels = read(path)
+    steps = graphs(kernels)
     spans = [step[-1].end - step[0].begin for step in steps]
     begins = [step[0].begin for step in steps]
     apart = [later - earlier for earlier, later in pairwise(begins)]
@@ -158,6 +175,17 @@ def text(path: Path, gemms: Gemms | None = None) -> str:
         for line in lines(steps, gemms):
             floor = gemms.weights[line.name] / COPY_BYTES_PER_US
             table.append(f"{_row(line)} {floor:7.2f} {floor / line.adds:7.0%}  {line.name}")
+    if drafted and apart:
+        rest = between(kernels, steps)
+        found = lines(rest, _inside)
+        span = statistics.mean(part[-1].begin - part[0].end for part in rest)
+        idle = sum(line.gap * line.count for line in found)
+        launches = len({kernel.graph for part in rest for kernel in part[1:-1]}) / len(rest)
+        table += [
+            "",
+            f"between verify passes: {launches:.0f} launches by the host, {span:.0f} us, {idle:.0f} of them idle",
+        ]
+        table += [f"{heads}  kernel", *(f"{_row(line)}  {line.name}" for line in found)]
     return "\n".join(table)
 
 

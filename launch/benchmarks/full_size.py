@@ -39,6 +39,7 @@ from benchmarks.full_size_plan import (
     draft_of,
     model_of,
     pending,
+    rows_of_a_round,
     server_flags,
 )
 from benchmarks.full_size_record import record
@@ -219,8 +220,9 @@ def _results(start_: Start, arguments: argparse.Namespace, left: Collection[str]
                 yield f"steady at {count}", steady(log, count)
         for count in start_.trace:
             if f"trace at {count}" in left:
-                gemms = Gemms.of(ModelConfig.from_dir(model), arguments.tp, count) if ours else None
-                yield f"trace at {count}", trace(url, folder, count, arguments.prompt, gemms)
+                tokens = count * rows_of_a_round(arguments) if start_.drafts else count
+                gemms = Gemms.of(ModelConfig.from_dir(model), arguments.tp, tokens) if ours else None
+                yield f"trace at {count}", trace(url, folder, count, arguments.prompt, gemms, drafted=start_.drafts)
         if f"prompt of {LONG_PROMPT}" in left:
             yield f"prompt of {LONG_PROMPT}", served(client, url, model, 1, LONG_PROMPT, LONG_ANSWER)
 
@@ -260,7 +262,7 @@ def steady(log: Path, count: int) -> float | None:
     return round(1000 * count / statistics.median(rates), 3) if rates else None
 
 
-def trace(url: str, folder: Path, count: int, prompt: int, gemms: Gemms | None) -> str:
+def trace(url: str, folder: Path, count: int, prompt: int, gemms: Gemms | None, *, drafted: bool = False) -> str:
     """Trace some decode steps of ``count`` requests; its head is the answer, tables and traces stay in ``folder``."""
     where = folder / f"trace.{count}"
     body = json.dumps(
@@ -281,7 +283,7 @@ def trace(url: str, folder: Path, count: int, prompt: int, gemms: Gemms | None) 
     if not files:
         raise RuntimeError(f"{where}: SGLang's profiler wrote no trace of rank 0")
     time.sleep(1)  # a file appears before it is whole
-    table = decode_trace.text(files[0], gemms)
+    table = decode_trace.text(files[0], gemms, drafted=drafted)
     (folder / f"trace.{count}.txt").write_text(table + "\n")
     return table.splitlines()[0]
 

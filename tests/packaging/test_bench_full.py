@@ -78,6 +78,26 @@ def test_what_a_launch_adds_to_a_step(tmp_path: Path) -> None:
     assert [line.split()[-1] for line in text[2:]] == ["c", "a", "b"]
 
 
+def test_what_runs_between_verify_passes(tmp_path: Path) -> None:
+    """A draft's graph of two launches and one launch alone, each behind a wait for the host."""
+    from benchmarks import decode_trace
+
+    drafts = [
+        event(name, 100 * step + begin, 10, graph + step)
+        for step in range(5)
+        for name, begin, graph in (("d", 40, 100), ("d", 60, 100), ("e", 80, 200))
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [*steps(5), *drafts]}))
+    verified, _, rest = decode_trace.text(path, drafted=True).partition("\nbetween verify passes: ")
+    assert verified == decode_trace.text(path) + "\n"
+    head, _, *rows = rest.splitlines()
+    assert head == "2 launches by the host, 75 us, 45 of them idle"
+    found = {row.split(maxsplit=5)[5]: [*map(float, row.split()[1:5])] for row in rows}
+    assert found["d"] == [2, 22.5, 12.5, 10] and found["e"] == [1, 20, 10, 10]
+    assert found["(the next step's first launch)"][2] == 10
+
+
 def by_kernel(steps: Any) -> Any:
     from benchmarks import decode_trace
 
