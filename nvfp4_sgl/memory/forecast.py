@@ -27,6 +27,7 @@ from nvfp4_sgl.targets.target import Descriptor, descriptor
 GPU_RUNTIME_BYTES = 3 << 29
 """Estimated: CUDA context, compiled kernels and their workspace (18.5 MiB on a B200), NCCL and captured graphs of a
 rank, 1.5 GiB."""
+PROMPTS = "graphs of prompts"
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,8 @@ def forecast(
         token["draft"] = draft_bytes_per_token(config, token, *rows, stages=draft.stages, layers=layers)
         if draft.kind is DraftKind.DSPARK:
             estimated |= dspark_buffers(config, draft, setting)
+        if setting.prompt_tokens:
+            estimated[PROMPTS] += setting.prompt_tokens * _bytes_for_draft(config, draft, setting)
     return Forecast(setting, weights, server, token, estimated, None, None).with_free(free)
 
 
@@ -208,7 +211,7 @@ def _estimated(config: ModelConfig, chosen: Descriptor, setting: Setting) -> dic
         "CUDA context, kernels, graphs": GPU_RUNTIME_BYTES,
     }
     if setting.prompt_tokens:
-        found["graphs of prompts"] = _prompt_graphs(setting, token, scores)
+        found[PROMPTS] = _prompt_graphs(setting, token, scores)
     return found
 
 
@@ -230,11 +233,20 @@ def dspark_buffers(config: ModelConfig, draft: Draft, setting: Setting) -> dict[
     """Buffers of DSpark's passes: what a chunk's pass captures, with its projection in fp32 and normalised; the logits
     of blocks of as many requests as there may be.
     """
+    guesses = setting.requests * (setting.round_tokens - 1)
+    return {
+        "DSpark's context of a chunk": setting.chunk * _bytes_for_draft(config, draft, setting),
+        "DSpark's logits": guesses * config.vocab_size * 4,
+    }
+
+
+def _bytes_for_draft(config: ModelConfig, draft: Draft, setting: Setting) -> int:
+    """Bytes of a token that a pass computes for a draft: DSpark's context, or streams in the room that graphs share."""
+    if draft.kind is not DraftKind.DSPARK:
+        return config.hc_mult * config.hidden_size * setting.dtype_bytes
     (projection,) = draft.projections
     features, captured = projection.shape
-    rows = captured * setting.dtype_bytes + features * (4 + setting.dtype_bytes)
-    guesses = setting.requests * (setting.round_tokens - 1)
-    return {"DSpark's context of a chunk": setting.chunk * rows, "DSpark's logits": guesses * config.vocab_size * 4}
+    return int(captured * setting.dtype_bytes + features * (4 + setting.dtype_bytes))
 
 
 def gb(nbytes: float) -> str:

@@ -79,7 +79,7 @@ class ServerFlags:
         if draft is None:
             return setting
         guesses = self.block or draft.block or self.steps or DRAFT_STEPS
-        return replace(setting, draft=draft.kind, round_tokens=guesses + 1, prompt_tokens=0)
+        return replace(setting, draft=draft.kind, round_tokens=guesses + 1)
 
     def _on_gpu(self, longest: int) -> Setting:
         return Setting(

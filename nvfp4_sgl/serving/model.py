@@ -152,18 +152,11 @@ class DeepseekV4ForCausalLM(LoadedOnce):
             hidden = self.embed(input_ids)
         elif backend.graph is not None:
             assert input_embeds is None, "requests with embeddings are refused"
-            hidden = backend.graph.replay(input_ids)
+            hidden, streams = backend.graph.replay(input_ids)
         else:
             embedded = self._streams(input_ids, input_embeds)
             with self._recorded(input_ids, positions):
-                walk = self.decoder.walk(embedded, input_ids, backend.plan, backend.caches)
-                if self.captured:
-                    self._feed_context(walk, backend.plan)
-                else:
-                    walk.finish()
-            hidden = walk.x.require_values()
-            if self.feeds_draft and not self.captured:
-                streams = walk.all_streams().flatten(1)
+                hidden, streams = self.walk(embedded, input_ids, backend.plan, backend.caches)
         return self.logits_processor(
             input_ids,
             hidden,
@@ -172,10 +165,28 @@ class DeepseekV4ForCausalLM(LoadedOnce):
             hidden_states_before_norm=streams,
         )
 
-    def body(self, input_ids: Tensor, step: object, caches: Sequence[LayerCache]) -> Tensor:
-        """Hidden states [T, d] of the pass of ``step`` without a draft; on a GPU kernels only."""
-        assert self.decoder is not None and not self.feeds_draft
-        return self.decoder(self._streams(input_ids, None), input_ids, step, caches)
+    def body(self, input_ids: Tensor, step: object, caches: Sequence[LayerCache]) -> tuple[Tensor, Tensor | None]:
+        """:meth:`walk` from token ids; on a GPU kernels only."""
+        return self.walk(self._streams(input_ids, None), input_ids, step, caches)
+
+    def walk(
+        self, embedded: Tensor, input_ids: Tensor, step: object, caches: Sequence[LayerCache]
+    ) -> tuple[Tensor, Tensor | None]:
+        """(hidden states [T, d], streams [T, n * d] if an MTP draft reads them) of the pass of ``step``.
+
+        The context of a DSpark draft is written.
+
+        Args:
+            embedded: [T, n, d], which may be overwritten.
+        """
+        assert self.decoder is not None, "load_weights has not run"
+        walk = self.decoder.walk(embedded, input_ids, step, caches)
+        if self.captured:
+            self._feed_context(walk, step)
+        else:
+            walk.finish()
+        reads_streams = self.feeds_draft and not self.captured
+        return walk.x.require_values(), walk.all_streams().flatten(1) if reads_streams else None
 
     def _feed_context(self, walk: Walk, plan: object) -> None:
         """Compute the pass of ``walk``, planned as ``plan``, and write what the draft keeps of its tokens."""

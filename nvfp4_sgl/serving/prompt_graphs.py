@@ -7,11 +7,16 @@ and stand for the body of the model; logits are computed behind them, of the tok
 pass                                                                   runs
 =====================================================================  ================================================
 tokens of prompts, as many as a graph holds                            in the least graph that holds it
+what DSpark's stages keep of these tokens                              in the same graph
+the MTP block's pass over these tokens                                 eagerly, by the streams that the graph has left
 more tokens, or more requests than a graph has                         eagerly, launch by launch
 decode, verify                                                         in SGLang's graphs
-a server with a draft, without graphs, with ``NVFP4_SGL_TRACE``,       every prompt eagerly: nothing is captured here
-on a CPU, or with ``--disable-prefill-cuda-graph``
+a server without graphs, with ``NVFP4_SGL_TRACE``, on a CPU, or with   every prompt eagerly: nothing is captured here
+``--disable-prefill-cuda-graph``
 =====================================================================  ================================================
+
+The MTP block's pass needs the token that is sampled behind the target's, so it cannot be in that graph. It is one
+block, and waits for nothing: Python launches it while the GPU still runs the target's.
 """
 
 from __future__ import annotations
@@ -49,9 +54,9 @@ def capture(runner: Any) -> None:
         unscored=unscored_length(model.model_config),
     )
 
-    def body(ids: Tensor, step: Any) -> Tensor:
-        hidden: Tensor = model.body(ids, step, backend.caches)
-        return hidden
+    def body(ids: Tensor, step: Any) -> tuple[Tensor, Tensor | None]:
+        found: tuple[Tensor, Tensor | None] = model.body(ids, step, backend.caches)
+        return found
 
     with stages.stage("prompt graphs") as words:
         before = torch.cuda.mem_get_info()[0]

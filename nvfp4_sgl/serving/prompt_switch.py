@@ -53,6 +53,4 @@ def obstacle() -> str | None:
         return "expected graphs of prompts to be allowed, found --disable-prefill-cuda-graph"
     if settings.largest_prefill() < TOKENS[0]:
         return f"expected --chunked-prefill-size {TOKENS[0]} or more, found {settings.largest_prefill()}"
-    if settings.draft_algorithm() is not None:
-        return "expected no draft, which reads more of a pass than a graph keeps, found --speculative-algorithm"
     return None

@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_sgl import prompt_sizes
+from nvfp4_sgl.cache.local import LocalCaches
+from nvfp4_sgl.checkpoint.reader import reader_for
+from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.config import LayerKind, RopeTable
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.common.clusters import B200_CLUSTERS
@@ -27,6 +30,7 @@ from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.model import static_prompt
 from nvfp4_sgl.model.contract import PassKind, PassRequest, Slots
 from nvfp4_sgl.model.layer import Block, Walk
+from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.fused import attention, compile_ahead, gemm_bf16, gemm_planner
@@ -170,6 +174,36 @@ def test_launches_of_a_decode_layer_on_sm100(tmp_path: Path) -> None:
                 print(f"{kind.name}: {names.total()} launches {dict(names)}")
                 assert len(gemms.keys) == 6
                 assert names.total() <= MAX_LAUNCHES_SM100[kind], f"{kind.name}: {names}"
+
+
+MAX_LAUNCHES_MTP = 32
+"""Launches of an MTP block over a prompt: the plan, its input, Triton kernels and GEMMs."""
+
+
+@torch.no_grad()
+def test_launches_of_an_mtp_block_over_a_prompt(tmp_path: Path) -> None:
+    """So few that Python launches them while the GPU runs the target's graph: they run eagerly.
+
+    The draft's matrices are FP8 and MXFP4, as in releases.
+    """
+    write_tiny(tmp_path, "nvfp4-experts", seed=3, num_hidden_layers=len(LAYERS), n_routed_experts=6, draft="mtp")
+    with dry_gemms("sm_90a") as gemms:
+        model = Standalone(tmp_path, target="sm_90a", requests=1, capacity=CAPACITY)
+        reader = reader_for(verify(tmp_path).inventory, model.device, of_draft=True)
+        draft = MtpDraft(replace(model.decoder.context, source=reader))
+        config = replace(model.config, num_hidden_layers=1, layer_kinds=(LayerKind.SWA,))
+        caches = LocalCaches(config, capacity=CAPACITY, packed=True, dtype=model.dtype)
+        context, slots = replace(draft.context, config=config), replace(model.planner.slots, table=caches.slots.int())
+        planner = context.boundaries.plan(context, slots, caches.layers)
+        request = model.begin({0: [7] * 1024}).request
+        ids = torch.zeros_like(request.positions)
+        streams = torch.zeros(len(ids), model.config.hc_mult, model.config.hidden_size, dtype=torch.bfloat16)
+        gemms.keys.clear()
+        with dry_launches() as launches, counted_products() as products:
+            draft(streams[:, 0].contiguous(), streams, ids, planner.plan(request), caches.layers[0])
+        names = Counter([launch.name for launch in launches] + products + ["GEMM"] * len(gemms.keys))
+        print(f"{names.total()} launches {dict(names)}")
+        assert len(gemms.keys) > 5 and names.total() <= MAX_LAUNCHES_MTP, names
 
 
 @pytest.mark.parametrize("tokens", [TWO_LAUNCH_MIN_TOKENS - 1, TWO_LAUNCH_MIN_TOKENS])

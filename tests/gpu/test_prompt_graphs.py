@@ -2,27 +2,42 @@
 
 Kernels are chosen by the number of tokens. So the eager pass has another request in the place of the padding, whose
 tokens the graph does not see. Without a GPU the pass of a graph is run as it would be captured.
+
+With a draft a pass gives more: the streams that an MTP draft reads, or the context of DSpark's stages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nvfp4_sgl.cache.layer import LayerCache
+from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING
+from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.cache.rows import PackedRows
+from nvfp4_sgl.checkpoint.reader import reader_for
+from nvfp4_sgl.checkpoint.verified import verify
+from nvfp4_sgl.config import LayerKind
+from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.model.contract import PassKind, PassRequest
+from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.static_prompt import PromptSize, shapes, unscored_length
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.prompt_graphs import PromptGraph, PromptGraphs
 from nvfp4_sgl.prompt_sizes import TOKENS
+from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
 from nvfp4_sgl.serving.prompt_switch import SWITCH
 from nvfp4_sgl.standalone import Standalone
-from tests.support import native
+from nvfp4_sgl.targets.fused.attention import packed
+from tests.support import drafted_server, native, reruns
 from tests.support.bf16_logprobs import generate, prompt
 from tests.support.gpu_server import FLAGS
 from tests.support.gpu_server import SHAPES as SERVED
@@ -34,6 +49,8 @@ pytestmark = pytest.mark.timeout(900)
 
 RUNS = native.runs() if ON_GPU else (native.Run("sm_90a", ActivationMode.W4A16),)
 """Interpreted on one target: what is padded is the same on all."""
+DRAFTS = (None, "mtp", "dspark") if ON_GPU else ("mtp", "dspark")
+"""Beside an MTP draft a pass computes what it does without one."""
 SMALL: dict[str, Any] = {} if ON_GPU else {"num_hidden_layers": 3, "n_routed_experts": 6, "index_topk": 1}
 """Interpreted, a token that sees two entries has to choose."""
 CAPTURED, CAPACITY = ((256, 512), 2048) if ON_GPU else ((6, 8), 256)
@@ -65,20 +82,67 @@ def run(request: pytest.FixtureRequest) -> native.Run:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def model(run: native.Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]:
-    (target, mode), device = run, "cuda" if ON_GPU else "cpu"
-    checkpoint = native.write_checkpoint(target, tmp_path_factory.mktemp("tiny"), seed=11, mode=mode, **SMALL)
-    with native.gemms(target):
-        yield Standalone(checkpoint, target=target, mode=mode, device=device, requests=REQUESTS, capacity=CAPACITY)
+class Served(Standalone):
+    """The passes of a server's model, with a draft or without, over caches of its own.
+
+    Attributes:
+        windows: what the stages of DSpark keep; empty without them.
+    """
+
+    def __init__(self, checkpoint: Path, run: native.Run, draft: str | None = None, capacity: int = CAPACITY):
+        device, rings = "cuda" if ON_GPU else "cpu", STATE_RING if draft is None else DRAFTED_STATE_RING
+        sizes: dict[str, Any] = {"requests": REQUESTS, "capacity": capacity, "device": device, "rings": rings}
+        super().__init__(checkpoint, target=run.target, mode=run.mode, **sizes)
+        self.windows: list[LayerCache] = []
+        self.served = DeepseekV4ForCausalLM.__new__(DeepseekV4ForCausalLM)
+        nn.Module.__init__(self.served)
+        self.served.decoder, self.served.feeds_draft, self.served.captured = self.decoder, draft is not None, ()
+        if draft == "dspark":
+            verified = verify(checkpoint)
+            fields = DsparkConfig.parse(verified.raw, verified.config)
+            kinds = (LayerKind.SWA,) * fields.stages
+            stages = replace(self.config, num_hidden_layers=len(kinds), layer_kinds=kinds)
+            # In the slots of the target's caches, which do not depend on the layers.
+            self.windows = LocalCaches(stages, packed=True, dtype=self.dtype, **sizes).layers
+            reader = reader_for(verified.inventory, self.device, of_draft=True)
+            self.served.set_dspark_layers_to_capture(fields.captured_layers)
+            self.served.feed(DsparkDraft(replace(self.decoder.context, source=reader), fields), self.windows)
+
+    def body(self, ids: Tensor, step: Any) -> tuple[Tensor, Tensor | None]:
+        """The body of a pass as the server's graphs hold it."""
+        return self.served.walk(self.decoder.embed(ids, self.table), ids, step, self.caches.layers)
+
+    def forget_windows(self) -> None:
+        for cache in self.windows:
+            packed(cache.swa).pages.fill_(0xFF)
+
+    def kept(self) -> list[Tensor]:
+        """Copies of :attr:`windows` but for the pages of padding and of what is in its place."""
+        swa = {0, *(self.caches.full_to_swa[self.caches.slots[FILLER]] // 256).tolist()}
+        pages = [packed(cache.swa).pages for cache in self.windows]
+        return [each[[page for page in range(len(each)) if page not in swa]].clone() for each in pages]
+
+
+@pytest.fixture(scope="module", params=DRAFTS, ids=lambda draft: draft or "alone")
+def draft(request: pytest.FixtureRequest) -> str | None:
+    found: str | None = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
-def prompts(model: Standalone) -> PromptGraphs:
+def model(run: native.Run, draft: str | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder, given = tmp_path_factory.mktemp("tiny"), SMALL | ({} if draft is None else {"draft": draft})
+    checkpoint = native.write_checkpoint(run.target, folder, seed=11, mode=run.mode, **given)
+    with native.gemms(run.target):
+        yield Served(checkpoint, run, draft)
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Served) -> PromptGraphs:
     return graphs_of(model, CAPTURED)
 
 
-def graphs_of(model: Standalone, tokens: tuple[int, ...]) -> PromptGraphs:
+def graphs_of(model: Served, tokens: tuple[int, ...]) -> PromptGraphs:
     """Captured on a GPU, and over whatever the caches hold."""
     among = shapes(
         tokens,
@@ -87,17 +151,10 @@ def graphs_of(model: Standalone, tokens: tuple[int, ...]) -> PromptGraphs:
         columns=model.caches.capacity,
         unscored=unscored_length(model.config),
     )
-    made = PromptGraphs(model.planner, body_of(model), among, model.device, model.caches.padding_request)
-    if ON_GPU:
+    made = PromptGraphs(model.planner, model.body, among, model.device, model.caches.padding_request)
+    with contextlib.nullcontext() if ON_GPU else reruns.instead_of_graphs():
         made.capture()
     return made
-
-
-def body_of(model: Standalone) -> Any:
-    def body(ids: Tensor, step: Any) -> Tensor:
-        return model.decoder(model.decoder.embed(ids, model.table), ids, step, model.caches.layers)
-
-    return body
 
 
 def drawn(added: Mapping[int, int], seed: int) -> dict[int, list[int]]:
@@ -114,30 +171,34 @@ def request_of(model: Standalone, tokens: Mapping[int, list[int]]) -> PassReques
     )
 
 
+Given = list[Tensor]
+"""Hidden states of a pass, and its streams if a draft reads them."""
+
+
+def copied(given: tuple[Tensor, Tensor | None]) -> Given:
+    return [one.clone() for one in given if one is not None]
+
+
 @torch.no_grad()
-def in_a_graph(model: Standalone, prompts: PromptGraphs, tokens: Mapping[int, list[int]]) -> tuple[Tensor, PromptSize]:
-    """Hidden states of a pass in the graph that it takes."""
+def in_a_graph(model: Served, prompts: PromptGraphs, tokens: Mapping[int, list[int]]) -> tuple[Given, PromptSize]:
+    """What a pass gives in the graph that it takes."""
     request = request_of(model, tokens)
     graph = prompts.find(request)
     assert graph is not None
     ids = torch.tensor([token for of_request in tokens.values() for token in of_request], device=model.device)
     graph.load(request)
-    if ON_GPU:
-        return graph.replay(ids).clone(), graph.prompt.shape
-    graph.prompt.load_ids(ids)
-    graph.forward()
-    return graph.hidden[: graph.prompt.used], graph.prompt.shape
+    return copied(graph.replay(ids)), graph.prompt.shape
 
 
 @torch.no_grad()
-def eagerly(model: Standalone, tokens: Mapping[int, list[int]], shape: PromptSize) -> Tensor:
-    """Hidden states of the same pass, launch by launch, with tokens of another request in the place of padding."""
+def eagerly(model: Served, tokens: Mapping[int, list[int]], shape: PromptSize) -> Given:
+    """What the same pass gives, launch by launch, with tokens of another request in the place of padding."""
     left = shape.tokens - sum(map(len, tokens.values()))
     model.caches.lengths[FILLER] = 0
     filled = {**tokens, **(drawn({FILLER: left}, left) if left else {})}
     request = request_of(model, filled)
     ids = torch.tensor([token for of_request in filled.values() for token in of_request], device=model.device)
-    return body_of(model)(ids, model.planner.plan(request))[: shape.tokens - left]
+    return [one[: shape.tokens - left] for one in copied(model.body(ids, model.planner.plan(request)))]
 
 
 def begin(model: Standalone, added: Added) -> None:
@@ -152,28 +213,36 @@ def decoded(model: Standalone) -> list[Tensor]:
     return [torch.cat([*model.extend(drawn(dict.fromkeys(grown, 1), 70 + n)).values()]) for n in range(DECODED)]
 
 
-def test_graphs_give_the_bits_of_eager_passes(model: Standalone, prompts: PromptGraphs):
-    """Several prompts, prefixes of any length, short sequences and long ones; and what decodes behind them."""
+def test_graphs_give_the_bits_of_eager_passes(model: Served, prompts: PromptGraphs, draft: str | None):
+    """Several prompts, prefixes of any length, short sequences and long ones; what decodes behind them; what drafts
+    read."""
     model.reset()
+    model.forget_windows()
     passes, taken = [], []
-    for seed, added in enumerate(SCRIPT):
+    script = SCRIPT if ON_GPU or draft == "mtp" else SCRIPT[:1]
+    for seed, added in enumerate(script):
         begin(model, added)
-        hidden, shape = in_a_graph(model, prompts, drawn(added, seed))
-        passes.append(hidden)
+        given, shape = in_a_graph(model, prompts, drawn(added, seed))
+        assert len(given) == 1 + (draft == "mtp")
+        passes.append(given)
         taken.append(shape)
-    behind = decoded(model)
+    windows, behind = model.kept(), decoded(model)
     assert len({*taken}) == (4 if ON_GPU else 1), "some graph was left out"
 
     model.reset()
-    for seed, (added, hidden, shape) in enumerate(zip(SCRIPT, passes, taken, strict=True)):
+    model.forget_windows()
+    for seed, (added, given, shape) in enumerate(zip(script, passes, taken, strict=True)):
         begin(model, added)
-        eager = eagerly(model, drawn(added, seed), shape)
-        assert bool(hidden.isfinite().all()) and torch.equal(hidden, eager), f"pass {seed}: {added} in {shape}"
+        for ours, eager in zip(given, eagerly(model, drawn(added, seed), shape), strict=True):
+            assert bool(ours.isfinite().all()) and torch.equal(ours, eager), f"pass {seed}: {added} in {shape}"
+    assert len(windows) == (3 if draft == "dspark" else 0) and all((each != 0xFF).any() for each in windows)
+    assert all(torch.equal(*both) for both in zip(windows, model.kept(), strict=True))
     assert all(torch.equal(*both) for both in zip(behind, decoded(model), strict=True))
 
 
-def test_padding_writes_nothing_but_its_own_page(model: Standalone, prompts: PromptGraphs):
-    """Nobody's rows and nobody's compressor states; that it visits no expert is in ``test_decoder``."""
+def test_padding_writes_nothing_but_its_own_page(model: Served, prompts: PromptGraphs):
+    """Nobody's rows and nobody's compressor states, the draft's neither; that it visits no expert is in
+    ``test_decoder``."""
     model.reset()
     before = [tensor.clone() for tensor, _ in stored(model, 0)]
     in_a_graph(model, prompts, drawn({0: 2}, 3))
@@ -183,11 +252,11 @@ def test_padding_writes_nothing_but_its_own_page(model: Standalone, prompts: Pro
         assert set(changed.nonzero().flatten().tolist()) <= own | padding
 
 
-def stored(model: Standalone, request: int) -> list[tuple[Tensor, set[int]]]:
+def stored(model: Served, request: int) -> list[tuple[Tensor, set[int]]]:
     """Every buffer of the caches, and its rows that are for the first page of tokens of a request slot."""
     full = int(model.caches.slots[request, 0])
     swa, rings = int(model.caches.full_to_swa[full]) // 256, model.caches.rings
-    found: list[tuple[Tensor, set[int]]] = []
+    found = [(packed(cache.swa).pages, {swa}) for cache in model.windows]
     for layer, cache in zip(model.decoder.range, model.caches.layers, strict=True):
         pages = [(cache.swa, swa), (cache.compressed, full // 256), (cache.index, full // 256)]
         found += [(rows.pages, {page}) for rows, page in pages if isinstance(rows, PackedRows)]
@@ -199,7 +268,7 @@ def stored(model: Standalone, request: int) -> list[tuple[Tensor, set[int]]]:
     return found
 
 
-def test_a_filled_step_is_that_of_a_fresh_plan(model: Standalone, prompts: PromptGraphs):
+def test_a_filled_step_is_that_of_a_fresh_plan(model: Served, prompts: PromptGraphs):
     """Whatever the pass before has left in the graph's plan."""
     for seed, added in enumerate((SCRIPT[0], SCRIPT[1], SCRIPT[0])):
         model.reset()
@@ -236,7 +305,7 @@ def poison(graph: PromptGraph) -> None:
         values.fill_(float("nan"))
 
 
-def test_index_scores_are_shared(model: Standalone, prompts: PromptGraphs):
+def test_index_scores_are_shared(prompts: PromptGraphs):
     """Graphs run one at a time, so those for sequences as long have one room for scores."""
     by_length: dict[int, set[int]] = {}
     for graph in prompts._graphs.values():
@@ -250,7 +319,7 @@ def test_time_of_a_prompt(run: native.Run, tmp_path_factory: pytest.TempPathFact
     path = native.write_checkpoint(
         run.target, tmp_path_factory.mktemp("deep"), seed=2, mode=run.mode, **{**SERVED, "num_hidden_layers": 24}
     )
-    model = Standalone(path, target=run.target, mode=run.mode, device="cuda", requests=REQUESTS, capacity=4096)
+    model = Served(path, run, capacity=4096)
     free = torch.cuda.mem_get_info()[0]
     begun = time.perf_counter()
     prompts = graphs_of(model, TOKENS)
@@ -263,7 +332,7 @@ def test_time_of_a_prompt(run: native.Run, tmp_path_factory: pytest.TempPathFact
         def eager(tokens: Mapping[int, list[int]] = tokens) -> None:
             model.reset()
             request = request_of(model, tokens)
-            body_of(model)(torch.tensor(tokens[0], device="cuda"), model.planner.plan(request))
+            model.body(torch.tensor(tokens[0], device="cuda"), model.planner.plan(request))
 
         def replayed(tokens: Mapping[int, list[int]] = tokens) -> None:
             model.reset()
@@ -295,34 +364,47 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     pool.close()
 
 
+SERVED_DRAFTS = {"alone": None, "mtp": drafted_server.mtp(3), "dspark": drafted_server.DSPARK}
+READ = ("output_token_logprobs", "input_token_logprobs", "spec_verify_ct", "spec_correct_drafts_histogram")
+"""What answers say of the bits behind a prompt: with a draft also the rounds, and how many guesses were right."""
+
+
 @pytest.mark.gpu
 @pytest.mark.server
+@pytest.mark.parametrize("draft", SERVED_DRAFTS.values(), ids=[*SERVED_DRAFTS])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO_GPUS)])
-def test_a_server_answers_as_one_without(ranks: int, serve: ServerPool, tmp_path_factory: pytest.TempPathFactory):
+def test_a_server_answers_as_one_without(
+    ranks: int, draft: drafted_server.Draft | None, serve: ServerPool, tmp_path_factory: pytest.TempPathFactory
+):
     """Bit for bit where a pass has as many tokens as its graph: cold, behind a cached prefix, divided over ranks.
 
-    A sum over two ranks has no order.
+    A sum over two ranks has no order. Guesses are right or wrong alike; with random weights few are right.
     """
     (target,) = native.targets()
     shapes = {**SERVED, "moe_intermediate_size": 128}  # a rank's share is 64
+    flags: tuple[str, ...] = (*FLAGS, "--chunked-prefill-size", str(TOKENS[-1]), "--tp-size", str(ranks))
+    if draft is not None:
+        shapes, flags = {**shapes, "draft": draft.kind}, (*flags, *draft.flags)
     checkpoint = native.write_checkpoint(target, tmp_path_factory.mktemp("served"), seed=3, **shapes)
-    flags = (*FLAGS, "--chunked-prefill-size", str(TOKENS[-1]), "--tp-size", str(ranks))
     first = prompt(512, seed=9)
+    # EAGLE caches pairs of tokens, of which a prefix has one less: the second page of 256 is not whole.
+    cached = 256 if draft is not None and draft.kind == "mtp" else 512
 
     def answers(switch: str) -> tuple[list[Any], dict[str, Any]]:
         server = serve(checkpoint, *flags, environment={SWITCH: switch})
         begun = server.info()["prompt_graphs"]["replays"]
         found = [generate(server, prompt(n, seed=7), 20) for n in TOKENS]
         found += [generate(server, ids, 20) for ids in (first, [*first, *prompt(256, seed=10)])]
-        assert found[-1]["meta_info"]["cached_tokens"] == 512
+        assert found[-1]["meta_info"]["cached_tokens"] == cached
+        found.append(generate(server, prompt(256, seed=12), 20, logprob_start_len=0))
         for n in (5, 300, 700):  # padded: served, and no more is said here
             assert len(generate(server, prompt(n, seed=8), 20)["output_ids"]) == 20
         info = server.info()["prompt_graphs"]
-        bits = [answer["meta_info"]["output_token_logprobs"] for answer in found]
+        bits = [[answer["meta_info"].get(name) for name in READ] for answer in found]
         return bits, {**info, "replays": info["replays"] - begun}
 
     captured, info = answers("1")
-    assert info == {"tokens": [*TOKENS], "replays": 9}
+    assert info == {"tokens": [*TOKENS], "replays": 10}
     eager, none = answers("0")
     assert none == {"tokens": [], "replays": 0}
     assert captured == eager

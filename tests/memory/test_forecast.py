@@ -18,6 +18,7 @@ from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.memory import plan
 from nvfp4_sgl.memory.forecast import Forecast, dspark_buffers, forecast
 from nvfp4_sgl.memory.pools import (
     LEAST_WINDOW_TOKENS,
@@ -353,6 +354,29 @@ def test_graphs_of_prompts_are_estimated() -> None:
     assert found[name] == found[chunk] // 4 + slots
     few = forecast(FLASH_VERIFIED, "sm_90a", replace(plain, requests=16, prompt_tokens=2048), None).estimated
     assert few[name] == found[name] + (256 << 20)
+
+
+@pytest.mark.parametrize(
+    ("raw", "each"), [(FLASH, 4 * 4096 * 2), (FLASH_DSPARK, 3 * 4096 * 2 + 4096 * 4 + 4096 * 2)], ids=["mtp", "dspark"]
+)
+def test_graphs_of_prompts_hold_what_a_draft_reads(raw: dict[str, Any], each: int, tmp_path: Path) -> None:
+    """Streams of the largest, or the context that DSpark's stages are given of it."""
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 1}))
+    verified = verify_dummy(tmp_path)
+    draft = verified.draft()
+    assert draft is not None
+    drafted = Setting(1, 48, 1 << 20, 8192, 2, None, 0.1, 0.85, draft=draft.kind, round_tokens=6, prompt_tokens=2048)
+    name = "graphs of prompts"
+    alone = forecast(verified, "sm_90a", replace(drafted, draft=None), None).estimated
+    assert forecast(verified, "sm_90a", drafted, None).estimated[name] == alone[name] + 2048 * each
+
+
+def test_a_planned_server_captures_prompts_with_a_draft_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, config = released(FLASH_DSPARK), ModelConfig.from_dict(FLASH_DSPARK)
+    for by_default, tokens in ((True, 2048), (False, 0)):
+        monkeypatch.setattr(plan, "BY_DEFAULT", by_default)
+        settings = [plan.ServerFlags().setting("sm_90a", config, one) for one in (None, draft)]
+        assert [setting.prompt_tokens for setting in settings] == [tokens, tokens]
 
 
 # --- the sum ------------------------------------------------------------------------------------------------------

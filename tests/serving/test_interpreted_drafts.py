@@ -1,6 +1,7 @@
 """A server that drafts with a GPU's decoder, draft and backend, where there is no GPU: the kernels are interpreted.
 
-``tests/gpu/test_drafted_server.py`` runs more of it on a GPU, in graphs, and ``test_drafted.py`` on the CPU's target.
+Prompts run as in graphs: padded, from tensors of their own. ``tests/gpu/test_drafted_server.py`` runs more on a GPU,
+``tests/gpu/test_prompt_graphs.py`` prompts in graphs there, and ``test_drafted.py`` more on the CPU's target.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ LAYERS = {"mtp": 3, "dspark": 4}
 """Of the target, by the draft; SGLang's DSpark worker takes no fewer than four."""
 PROMPTS, TOKENS = [prompt(length) for length in (6, 2)], 6
 """What is asked at once; answers close ratio-4 windows."""
+PADDED = 9
+"""Tokens of the graph of prompts."""
 WRONG = (7, 8)
 """Positions at which guesses are wrong."""
 FACTOR = 1.5
@@ -64,7 +67,7 @@ def guesses(tmp_path_factory: pytest.TempPathFactory) -> Guesses:
 @pytest.fixture(scope="module")
 def server(serve: ServerPool, case: Any, checkpoint: Path, guesses: Guesses) -> Server:
     target, _, flags = case
-    planted = {"PLANTED_FAULT": "guesses", "PLANTED_GUESSES": str(guesses.file)}
+    planted = {"PLANTED_FAULT": "guesses", "PLANTED_GUESSES": str(guesses.file), "INTERPRETED_PROMPTS": str(PADDED)}
     return serve(checkpoint, *FLAGS, *flags, environment=environment(target) | planted)
 
 
@@ -87,6 +90,7 @@ def test_answers_do_not_depend_on_guesses(server: Server, guesses: Guesses, refe
     sequences = [[*ids, *found["output_ids"]] for ids, found in zip(PROMPTS, first, strict=True)]
     guesses.write(sequences, WRONG)
     second = ask(server)
+    assert server.info()["prompt_graphs"]["replays"] >= 2
     assert [found["output_ids"] for found in second] == [found["output_ids"] for found in first]
     rounds = [found["meta_info"]["spec_verify_ct"] for found in (*first, *second)]
     print(f"rounds: {rounds}")

@@ -15,9 +15,12 @@ from torch import Tensor
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.model.contract import PassRequest
+from nvfp4_sgl.model.static_prompt import PromptSize
+from nvfp4_sgl.prompt_graphs import PromptGraphs
 from nvfp4_sgl.serving import model, prompt_graphs, prompt_switch, runtime_info
-from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
+from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend, pass_request
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
+from tests.support import reruns
 
 SWITCH = prompt_switch.SWITCH
 OBSTACLES = {
@@ -28,7 +31,6 @@ OBSTACLES = {
         lambda arguments: {"disable_prefill_cuda_graph": True},
     ),
     "--chunked-prefill-size": ("nvfp4_sgl.serving.sglang.settings.largest_prefill", lambda: 255),
-    "--speculative-algorithm": ("nvfp4_sgl.serving.sglang.settings.draft_algorithm", lambda: "EAGLE"),
 }
 
 
@@ -40,7 +42,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(f"{settings}.has_no_graphs", lambda: False)
     monkeypatch.setattr(f"{settings}.served_arguments", lambda: None)
     monkeypatch.setattr(f"{settings}.given_arguments", lambda arguments: {"disable_prefill_cuda_graph": False})
-    monkeypatch.setattr(f"{settings}.draft_algorithm", lambda: None)
     monkeypatch.setattr(f"{settings}.largest_prefill", lambda: 1500)
     monkeypatch.delenv(SWITCH, raising=False)
     return monkeypatch
@@ -85,10 +86,10 @@ def test_what_stands_against_them(named: str, served: pytest.MonkeyPatch) -> Non
 
 
 class Graphs:
-    """Graphs that take passes of up to 4 tokens, and note them."""
+    """Graphs that take passes of up to 4 tokens, and note them; the streams are those that a draft reads."""
 
-    def __init__(self) -> None:
-        self.step = "captured"
+    def __init__(self, streams: str | None = None) -> None:
+        self.step, self.streams = "captured", streams
         self.loaded: list[PassRequest] = []
         self.ids: list[list[int]] = []
 
@@ -98,9 +99,9 @@ class Graphs:
     def load(self, request: PassRequest) -> None:
         self.loaded.append(request)
 
-    def replay(self, ids: Tensor) -> Tensor:
+    def replay(self, ids: Tensor) -> tuple[Tensor, str | None]:
         self.ids.append(ids.tolist())
-        return ids[:, None] * 10.0
+        return ids[:, None] * 10.0, self.streams
 
 
 def backend_with(graphs: Graphs | None) -> Any:
@@ -166,9 +167,11 @@ def test_without_graphs_prompts_run_eagerly() -> None:
     assert runtime_info.describe_prompts(backend) == {"tokens": [], "replays": 0}
 
 
-def test_a_graph_stands_for_the_body_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits are those of its hidden states; ids of a request that has failed are replaced before."""
-    backend = backend_with(Graphs())
+@pytest.mark.parametrize("streams", [None, "streams"])
+def test_a_graph_stands_for_the_body_of_the_model(streams: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are those of its hidden states, and a draft gets its streams; ids of a request that has failed are
+    replaced before."""
+    backend = backend_with(Graphs(streams))
     forward_batch = batch(ForwardMode.EXTEND, 3)
     backend.init_forward_metadata(forward_batch)
     monkeypatch.setattr(model, "planned_backend", lambda: backend)
@@ -176,7 +179,27 @@ def test_a_graph_stands_for_the_body_of_the_model(monkeypatch: pytest.MonkeyPatc
     ids = torch.tensor([7, -1, 9])
     given, more = model.DeepseekV4ForCausalLM.forward(own, ids, forward_batch.positions, forward_batch)  # type: ignore[arg-type]
     assert backend.graph.ids == [[7, 0, 9]] and given[1].flatten().tolist() == [70, 0, 90]
-    assert given[2:] == ("head", forward_batch) and more == {"hidden_states_before_norm": None}
+    assert given[2:] == ("head", forward_batch) and more == {"hidden_states_before_norm": streams}
+
+
+def test_graphs_leave_streams_in_one_place() -> None:
+    """As large as the largest graph's; of the tokens of the pass alone, as its hidden states are."""
+    planner: Any = SimpleNamespace(capture=lambda request: None, fill=lambda step, request: None)
+    among = [PromptSize(tokens, 2, 64) for tokens in (8, 4)]
+    graphs = PromptGraphs(planner, lambda ids, step: (ids[:, None] * 2, ids[:, None] * 3), among, "cpu")
+    with reruns.instead_of_graphs():
+        graphs.capture()
+    found = []
+    for tokens in (7, 3):
+        request = pass_request(batch(ForwardMode.EXTEND, tokens))
+        graph = graphs.find(request)
+        assert graph is not None
+        graph.load(request)
+        hidden, streams = graph.replay(5 + torch.arange(tokens))
+        assert streams is not None and len(streams) == len(hidden) == tokens
+        assert torch.equal(hidden[:, 0], 2 * (5 + torch.arange(tokens))) and torch.equal(streams * 2, hidden * 3)
+        found.append(streams.data_ptr())
+    assert found[0] == found[1]
 
 
 class Made:

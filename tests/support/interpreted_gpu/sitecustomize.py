@@ -1,10 +1,12 @@
 """Put on PYTHONPATH, with TRITON_INTERPRET=1, to serve as on a GPU, but with the kernels interpreted on the CPU.
 
-``INTERPRETED_TARGET`` is the target, ``sm_90a`` or ``sm_100a``, whose GEMMs are computed in torch. Nothing else of a
+``INTERPRETED_TARGET`` is the target, ``sm_90a`` or ``sm_100a``, whose GEMMs are computed in torch. With
+``INTERPRETED_PROMPTS`` prompts of up to so many tokens run as if in a graph of that size. Nothing else of a
 server changes: SGLang takes the machine for one without a GPU, so pools and batches are those of ``--device cpu``, and
 the model and its backend are the GPU's.
 """
 
+import contextlib
 import importlib.util
 import os
 from pathlib import Path
@@ -63,6 +65,24 @@ def _hook_as_on_a_cpu(hooks):
     hooks.hooks = lambda *, on_gpu, blocks: chosen(on_gpu=False, blocks=blocks)
 
 
+def _rerun_prompts(prompt_graphs):
+    """A pass in a graph is the one that would have been captured, on the graph's tensors."""
+    if "INTERPRETED_PROMPTS" not in os.environ:
+        return
+    from tests.support import reruns
+
+    captured = prompt_graphs.capture
+
+    def capture(runner):
+        with reruns.instead_of_graphs():
+            captured(runner)
+
+    prompt_graphs.captured_tokens = lambda: (int(os.environ["INTERPRETED_PROMPTS"]),)
+    prompt_graphs.torch.cuda.mem_get_info = lambda: (0, 0)
+    prompt_graphs.parallel.graph_capture = contextlib.nullcontext
+    prompt_graphs.capture = capture
+
+
 def _repeat_no_work(interpreter):
     """Interpret faster; values stay what they are."""
     from tests.support import interpreter_speed
@@ -78,6 +98,7 @@ on_import.patch_on_import(
         "nvfp4_sgl.targets.fused.gemm_planner": _warm_up_several_models,
         "nvfp4_sgl.serving.drafts.hooks": _hook_as_on_a_cpu,
         "nvfp4_sgl.serving.model": _compute_gemms_in_torch,
+        "nvfp4_sgl.serving.prompt_graphs": _rerun_prompts,
     }
 )
 if "PLANTED_FAULT" in os.environ:  # beside what is replaced, in other modules
