@@ -303,6 +303,29 @@ def test_ratio_128_is_tiled_for_short_sequences_where_a_graph_may_hold_it(
     assert LayerKind.HCA in model.config.layer_kinds
 
 
+@pytest.mark.parametrize(("kind", "each"), [(PassKind.VERIFY, 3), (PassKind.EXTEND, None), (PassKind.DECODE, 1)])
+def test_attention_is_told_whose_queries_see_the_same(
+    kind: PassKind, each: int | None, model: Standalone, monkeypatch: pytest.MonkeyPatch
+):
+    """Not where a query chooses among ratio-4 entries, nor in decode, whose requests have one query."""
+    model.reset()
+    work, told = model.begin(dict.fromkeys(range(2), [7] * (each or 5))), []
+    added = torch.full((2,), 5, dtype=torch.int32) if kind is PassKind.EXTEND else None
+    request = replace(work.request, kind=kind, added=added, tokens_each=each or 1, longest=CAPACITY)
+
+    def attend(*given: object, owners: Tensor | None, tokens_each: int | None, **more: object) -> None:
+        told.append((None if owners is None else owners.tolist(), tokens_each))
+
+    monkeypatch.setattr(attention, "sparse_attention", attend)
+    step = model.planner.plan(request)
+    with dry_launches():
+        model.forward(replace(work, request=request, step=step))
+    alike = step.plan.batch.owners.tolist() if kind is not PassKind.DECODE else None
+    kinds = [model.config.kind(layer) for layer in LAYERS]
+    assert told == [(None if layer is LayerKind.CSA else alike, each) for layer in kinds]
+    assert {LayerKind.CSA, LayerKind.HCA} <= set(kinds)
+
+
 def test_graphs_of_more_tokens_than_were_reserved_are_refused(model: Standalone):
     model.planner.reserve(3)
     request = PassRequest(torch.arange(4), torch.arange(2), torch.tensor([2, 4]), PassKind.VERIFY, tokens_each=2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,9 +33,12 @@ from nvfp4_sgl.serving.drafts import checks
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.fused import compile_ahead
-from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
+from nvfp4_sgl.targets.fused.attention import HCA_ENTRIES
+from nvfp4_sgl.targets.fused.warm_up import sizes_of_several, warm_up_passes
 from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.triton_kernels import ahead
+from nvfp4_sgl.triton_kernels.attention import tiling
+from nvfp4_sgl.triton_kernels.attention.tiling import choose_splits, choose_tiling
 from nvfp4_sgl.weights.parallel import TensorParallel
 from tests.model.test_compile_ahead import CAPACITY, REQUESTS, NotingLauncher, OnTheCpu
 
@@ -73,8 +77,12 @@ def passes(each: int, kind: PassKind) -> Sequence[PassRequest]:
 
 @pytest.mark.parametrize("checkpoint", ["mtp"], indirect=True)
 @pytest.mark.parametrize("target", TARGETS)
-def test_passes_that_verify(checkpoint: Path, target: str) -> None:
-    """They have more tokens than any prompt's pass, and launch nothing that was not warmed up."""
+def test_passes_that_verify(checkpoint: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have more tokens than any prompt's pass, and launch nothing that was not warmed up.
+
+    On Hopper the queries of a request share programs of attention from 9 on, here.
+    """
+    monkeypatch.setattr(tiling, "MIN_TOGETHER", 9)
     cpu = OnTheCpu(checkpoint, target)
     model, context = cpu.model, cpu.model.decoder.context
     planner: Any = context.boundaries.plan(context, slots_of(model.caches.full_to_swa), model.caches.layers)
@@ -86,10 +94,34 @@ def test_passes_that_verify(checkpoint: Path, target: str) -> None:
             model.decoder(model.decoder.embed(ids, model.table), ids, planner.plan(request), model.caches.layers)
 
     cpu.launcher.gemms.clear()
-    missed = cpu.variants(work) - warm
+    found = cpu.variants(work)
+    missed = found - warm
     assert not missed, [f"{variant.name}: {variant.specialization}" for variant in missed][:3]
+    names = {variant.name for variant in found if variant.name.startswith("attend")}
+    assert names == ({"attend", "attend_block"} if target == "sm_90a" else {"attend"})
     with launcher.use(cpu.launcher):
         assert cpu.launcher.gemms and cpu.launcher.gemms <= set(planner.gemms(CHUNK))
+
+
+@pytest.mark.parametrize("least", [tiling.MIN_TOGETHER, 100])
+@pytest.mark.parametrize("each", [2, 4, 6, 16])
+def test_every_tiling_of_attention_is_warmed_up(each: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper, of up to 200 requests, wherever queries of a request begin to share programs."""
+    monkeypatch.setattr(tiling, "MIN_TOGETHER", least)
+    layers = [(heads, (128, extra)) for heads in (8, 16, 32, 64) for extra in (0, 512, 8192)]
+
+    def needed(sizes: Iterable[int]) -> set[Hashable]:
+        """Layers, and what attention of theirs is compiled for."""
+        found: set[Hashable] = set()
+        for (heads, columns), size in product(layers, sizes):
+            tokens, sharing = size * each, {"each": each, "expected": HCA_ENTRIES}
+            chosen = choose_tiling(tokens, heads, columns, 132, packed=True, together=True, **sharing)
+            splits = 1 if chosen.queries > 1 else choose_splits(tokens, heads, columns, 132, chosen)
+            found.add((heads, columns, chosen, splits > 1))
+        return found
+
+    with ahead.targeting(90, 132):
+        assert needed(sizes_of_several(200, each, lambda tokens: None)) == needed(range(1, 201))
 
 
 class Drafting:

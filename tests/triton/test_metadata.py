@@ -38,7 +38,7 @@ def device_plan(batch: Batch, device: str, *, longest: int, decode: bool, is_blo
     slots[batch.requests, : batch.full_slots.shape[1]] = batch.full_slots.int()
     plan = Plan.allocate(
         positions.to(device), batch.requests.to(device), slots.to(device), batch.full_to_swa.to(device),
-        window=WINDOW, longest=longest, is_decode=decode, is_block=is_block,
+        window=WINDOW, longest=longest, tokens_each=1 if decode else None, is_block=is_block,
     )  # fmt: skip
     for tensor in (plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths):
         tensor.fill_(-77)
@@ -143,7 +143,7 @@ def test_padding_of_a_captured_graph_stays_in_the_dummy_page(device: str):
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
     slots = torch.zeros(2, 256, dtype=torch.int32, device=device)
     plan = Plan.allocate(
-        zeros, zeros, slots, torch.arange(512, device=device), window=WINDOW, longest=512, is_decode=True
+        zeros, zeros, slots, torch.arange(512, device=device), window=WINDOW, longest=512, tokens_each=1
     )
     resolve(plan, zeros + 1)
     assert plan.window_write.tolist() == [0, 0, 0] and plan.entry_lengths.tolist() == [0, 0, 0]
@@ -153,31 +153,31 @@ def test_padding_of_a_captured_graph_stays_in_the_dummy_page(device: str):
 def test_refusals(device: str):
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
     slots = torch.zeros(2, 256, dtype=torch.int32, device=device)
-    plan = Plan.allocate(zeros, zeros[:2], slots, zeros, window=WINDOW, longest=512, is_decode=False)
+    plan = Plan.allocate(zeros, zeros[:2], slots, zeros, window=WINDOW, longest=512, tokens_each=None)
     with pytest.raises(OperandError, match="positions: expected shape"):
         resolve(plan, zeros[:2])
     with pytest.raises(OperandError, match="seq_lens: expected shape"):
         resolve(plan, zeros, zeros[:2])
     with pytest.raises(OperandError, match="slots: expected dtype"):
-        wrong = Plan.allocate(zeros, zeros[:2], slots.long(), zeros, window=WINDOW, longest=512, is_decode=False)
+        wrong = Plan.allocate(zeros, zeros[:2], slots.long(), zeros, window=WINDOW, longest=512, tokens_each=None)
         resolve(wrong, zeros[:2], zeros[:2])
     with pytest.raises(OperandError, match="window_slots' columns: expected one of .128, 144., found 64"):
         narrow = replace(plan.batch, window_slots=plan.window_slots[:, :64].contiguous())
         resolve(replace(plan, batch=narrow), zeros[:2], zeros[:2])
     with pytest.raises(OperandError, match="window of a block: expected a value in .16, .* found 8"):
-        short = Plan.allocate(zeros, zeros[:2], slots, zeros, window=8, longest=512, is_decode=False, is_block=True)
+        short = Plan.allocate(zeros, zeros[:2], slots, zeros, window=8, longest=512, tokens_each=None, is_block=True)
         resolve(short, zeros[:2], zeros[:2])
 
 
 def launches() -> None:
     zeros = torch.zeros(16, dtype=torch.int64)
     plan = Plan.allocate(
-        zeros, zeros, torch.zeros(16, 1024, dtype=torch.int32), zeros, window=WINDOW, longest=1024, is_decode=True
+        zeros, zeros, torch.zeros(16, 1024, dtype=torch.int32), zeros, window=WINDOW, longest=1024, tokens_each=1
     )
     resolve(plan, zeros)
     resolve(plan, zeros, zeros)
     tables = torch.zeros(16, 1024, dtype=torch.int32), zeros
-    block = Plan.allocate(zeros, zeros, *tables, window=WINDOW, longest=1024, is_decode=False, is_block=True)
+    block = Plan.allocate(zeros, zeros, *tables, window=WINDOW, longest=1024, tokens_each=None, is_block=True)
     resolve(block, zeros, zeros)
 
 

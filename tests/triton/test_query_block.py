@@ -1,4 +1,7 @@
-"""Programs for several neighbouring queries of a prompt: against fp64, where lists agree and where they do not."""
+"""Programs for several neighbouring queries: against fp64, where lists agree and where they do not.
+
+Of prompts, and of requests that have a few queries each, as in passes that verify a draft.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from torch import Tensor
 
 from nvfp4_sgl.errors import OperandError, OperandValueError
 from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.ops.attention import sparse_attention as reference
 from nvfp4_sgl.ops.rope import inverse_frequencies
+from nvfp4_sgl.triton_kernels.attention import sparse_attention as attention
 from nvfp4_sgl.triton_kernels.attention.tiling import (
     FOUR_QUERIES,
     HOPPER,
@@ -22,7 +27,17 @@ from nvfp4_sgl.triton_kernels.attention.tiling import (
     choose_tiling,
 )
 from nvfp4_sgl.triton_kernels.common import chip
-from tests.triton.support.attention import BOUND, CSA_PAGE, WINDOW_PAGE, Problem, check, cos_sin_of, pool, problem
+from tests.triton.support.attention import (
+    BOUND,
+    CSA_PAGE,
+    SCALE,
+    WINDOW_PAGE,
+    Problem,
+    check,
+    cos_sin_of,
+    pool,
+    problem,
+)
 from tests.triton.test_attention import divided, rotated_back
 
 WINDOW, ENTRIES, RATIO = 72, 80, 2
@@ -74,16 +89,19 @@ def prompt(
 def check_prompt(case: Problem, lengths: list[Tensor], given: dict[str, Tensor], device: str, **options: Any) -> Tensor:
     """Compare with fp64; returns the output."""
     out = case.run(device, **given, **options)
-    kept = case.slots
-    case.slots = [
-        torch.where(torch.arange(slots.shape[1]) < ends[:, None], slots, -1)
-        for slots, ends in zip(kept, lengths, strict=True)
-    ]
-    exact, size = case.exact()
-    case.slots = kept
+    exact, size = counted(case, lengths).exact()
     error = (out.double() - exact).abs()
     assert (error <= BOUND * size + 1e-37).all(), float((error / size.clamp(min=1e-30)).max())
     return out
+
+
+def counted(case: Problem, lengths: list[Tensor]) -> Problem:
+    """The problem with nothing in the columns that do not count."""
+    slots = [
+        torch.where(torch.arange(slots.shape[1]) < ends[:, None], slots, -1)
+        for slots, ends in zip(case.slots, lengths, strict=True)
+    ]
+    return Problem(case.q, case.sink, case.entries, case.stores, slots)
 
 
 CHUNKS = {
@@ -184,6 +202,104 @@ def test_without_lengths_all_columns_count(device: str) -> None:
     check(case, device, tiling=FOUR_QUERIES, owners=torch.tensor([3, 3, 3, 3, 0, 0]))
 
 
+# --- requests that have a few queries each ----------------------------------------------------------------------
+
+BEGINS = {
+    "at the beginning": (0,),
+    "where windows fill": (69, 0),
+    "where entries are as many as there may be": (156, 3, 70),
+}
+"""Positions of the first queries of requests: 1 to 3 requests."""
+
+
+def drafted(heads: int, begins: tuple[int, ...], each: int) -> tuple[Problem, list[Tensor], dict[str, Any]]:
+    case, lengths, given = prompt(heads, [(begin, begin + each) for begin in begins], seed=each)
+    return case, lengths, {**given, "tokens_each": each}
+
+
+@tilings
+@pytest.mark.parametrize("each", [2, 3, 4, 6])
+@pytest.mark.parametrize("begins", BEGINS)
+def test_each_request_has_so_many_queries(begins: str, each: int, heads: int, tiling: Tiling, device: str) -> None:
+    """Against fp64, and against the reference."""
+    case, lengths, given = drafted(heads, BEGINS[begins], each)
+    out = check_prompt(case, lengths, given, device, tiling=tiling)
+    known = counted(case, lengths)
+    window, extra = (slots.long() for slots in known.slots)
+    whole = reference(case.q.float(), case.stores[0], window, case.sink, SCALE, case.stores[1], extra)
+    assert ((out - whole).abs() <= 1.02 * BOUND * known.exact()[1] + 1e-37).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "each", "grid", "block"),
+    [(16, 6, (2, 3), 3), (16, 4, (1, 3), 4), (16, 3, (1, 3), 3), (32, 6, (3, 3), 2), (32, 3, (2, 3), 2)],
+)
+def test_no_block_has_queries_of_two_requests(
+    heads: int, each: int, grid: tuple[int, int], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a request, and requests; the more even, the sooner the last is done."""
+    found: list[tuple[tuple[int, ...], int, int]] = []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, EACH, BLOCK, **more: found.append((grid, EACH, BLOCK))
+
+    monkeypatch.setattr(attention, "attend_block", Launched())
+    case, _, given = drafted(heads, BEGINS["where entries are as many as there may be"], each)
+    case.launch("cpu", out=torch.empty_like(case.q), tiling=TILINGS[heads], **given)
+    assert found == [(grid, each, block)]
+
+
+@tilings
+def test_blocks_across_requests_would_be_wrong(heads: int, tiling: Tiling, device: str) -> None:
+    """On these inputs, if a request's last query shared its list with the next one's first: their windows are full."""
+    case, lengths, given = drafted(heads, (100, 90, 110), 5)
+    check_prompt(case, lengths, given, device, tiling=tiling)
+    given["tokens_each"] = 15
+    with pytest.raises(AssertionError):
+        check_prompt(case, lengths, given, device, tiling=tiling)
+
+
+@tilings
+@pytest.mark.parametrize("each", [2, 3, 4, 6])
+def test_queries_of_padding_are_all_at_position_0(each: int, heads: int, tiling: Tiling, device: str) -> None:
+    """They see what is at slot 0 of the window. In front of their lists lie slots that read as NaN."""
+    case, lengths, given = drafted(heads, (0, 12, 0), each)
+    nan = [int(slots[0, -1]) for slots in case.slots]
+    for begin in (0, 2 * each):
+        for slots, ends, slot in zip(case.slots, lengths, nan, strict=True):
+            slots[begin : begin + each] = torch.cat((slots[begin, :1], slots.new_full((slots.shape[1] - 1,), slot)))
+            ends[begin : begin + each] = ends[begin]
+    assert lengths[0].tolist() == [1] * each + [*range(13, 13 + each)] + [1] * each
+    case.slots = [
+        torch.cat((slots.new_full((each, slots.shape[1]), slot), slots))[each:]
+        for slots, slot in zip(case.slots, nan, strict=True)
+    ]
+    check_prompt(case, lengths, given, device, tiling=tiling)
+
+
+@tilings
+def test_nothing_of_another_request_touches_a_request(heads: int, tiling: Tiling, device: str) -> None:
+    case, lengths, given = drafted(heads, (3, 8), 6)
+    calm = case.run(device, tiling=tiling, **given)
+    slot = int(case.slots[0][0, : lengths[0][0]].max())
+    case.entries[0].pages[slot // WINDOW_PAGE, slot % WINDOW_PAGE * 576 :][:576] = 0xFF
+    found = case.run(device, tiling=tiling, **given)
+    assert found[0].isnan().any() and torch.equal(found[6:], calm[6:])
+
+
+@tilings
+def test_a_request_gives_the_same_bits_in_any_company(heads: int, tiling: Tiling, device: str) -> None:
+    """Its blocks are cut alike wherever it stands; so a graph that is padded gives an eager pass's bits."""
+    case, _, given = drafted(heads, (8, 3, 70), 6)
+    whole = case.run(device, tiling=tiling, **given)
+    for request in range(3):
+        rows = slice(6 * request, 6 * request + 6)
+        alone = Problem(case.q[rows], case.sink, case.entries, case.stores, [slots[rows] for slots in case.slots])
+        own = {name: value[rows] if isinstance(value, Tensor) else value for name, value in given.items()}
+        assert torch.equal(alone.run(device, tiling=tiling, **own), whole[rows])
+
+
 @pytest.mark.parametrize(
     ("heads", "queries", "options", "expected"),
     [
@@ -198,6 +314,13 @@ def test_without_lengths_all_columns_count(device: str) -> None:
         (16, MIN_TOGETHER, {"columns": (1, 512)}, SIXTEEN_HEADS),
         (32, MIN_TOGETHER, {"together": False}, THIRTY_TWO_HEADS),
         (16, MIN_TOGETHER, {"packed": False}, SIXTEEN_HEADS),
+        (16, 384, {"each": 6}, FOUR_QUERIES),
+        (16, 384, {"each": 3}, FOUR_QUERIES),
+        (16, 384, {"each": 2}, TWO_QUERIES),
+        (16, 384, {"each": 2, "columns": (128, 0)}, SIXTEEN_HEADS),
+        (32, 384, {"each": 6}, TWO_QUERIES),
+        (32, 384, {"each": 3}, TWO_QUERIES),
+        (32, 96, {"each": 6}, THIRTY_TWO_HEADS),
     ],
 )
 def test_who_shares_a_program(heads: int, queries: int, options: dict[str, Any], expected: Tiling) -> None:
@@ -222,6 +345,11 @@ def test_what_does_not_suit_is_refused(device: str) -> None:
         case.launch(device, tiling=TWO_QUERIES, owners=owners, out_rows=rows)
     with pytest.raises(OperandValueError, match="a window of 3"):
         problem(8, [3], tokens=4).run(device, tiling=FOUR_QUERIES, owners=owners)
+    for each in (0, 3):
+        with pytest.raises(
+            OperandValueError, match=f"tokens_each: expected a divisor of the 4 queries of q, .* {each}"
+        ):
+            case.run(device, tiling=TWO_QUERIES, owners=owners, tokens_each=each)
     for bad in (owners[:3], owners.float()):
         with pytest.raises(OperandError, match="owners"):
             case.run(device, owners=bad)

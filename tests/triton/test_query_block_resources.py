@@ -1,7 +1,8 @@
-"""What the compiler makes of programs for several queries on Hopper."""
+"""What the compiler makes of programs for several queries on Hopper, in prompts and where requests have six each."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,23 +19,23 @@ stay."""
 
 
 def launches() -> None:
-    """With compressed entries and without."""
+    """With compressed entries and without; of prompts, and of requests of six queries."""
     if not chip.is_before_blackwell():
         return
     window, extra = (Entries(torch.zeros(2, page_bytes(size), dtype=torch.uint8), size) for size in (256, 64))
-    slots, lengths = torch.zeros(8, 128, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    for tiling in (TWO_QUERIES, FOUR_QUERIES):
+    slots, lengths = torch.zeros(12, 128, dtype=torch.int32), torch.zeros(12, dtype=torch.int32)
+    for tiling, each in product((TWO_QUERIES, FOUR_QUERIES), (None, 6)):
         heads = tiling.heads // tiling.queries
-        q, sink = torch.empty(8, heads, 512, dtype=torch.bfloat16), torch.empty(heads)
-        given: dict[str, Any] = {"window_lengths": lengths, "cos_sin": torch.empty(8, 64), "query_eps": 1e-6}
-        given |= {"tiling": tiling, "out": torch.empty_like(q), "owners": lengths}
+        q, sink = torch.empty(12, heads, 512, dtype=torch.bfloat16), torch.empty(heads)
+        given: dict[str, Any] = {"window_lengths": lengths, "cos_sin": torch.empty(12, 64), "query_eps": 1e-6}
+        given |= {"tiling": tiling, "out": torch.empty_like(q), "owners": lengths, "tokens_each": each}
         sparse_attention(q, window, slots, sink, 1.0, **given)
         sparse_attention(q, window, slots, sink, 1.0, extra, slots, extra_lengths=lengths, **given)
 
 
 def test_resources() -> None:
     found = resources(__name__)
-    assert [usage.kernel for usage in found] == ["attend_block"] * 4
+    assert [usage.kernel for usage in found] == ["attend_block"] * 8
     for usage in found:
         assert usage.architecture == 90 and usage.stack <= STACK and usage.fused_shuffles == 0, usage
         assert usage.shared <= SHARED_LIMIT and usage.count("wgmma.mma_async") > 0, usage

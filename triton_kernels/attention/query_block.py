@@ -1,10 +1,13 @@
-"""Sparse attention of a rank's few heads in a prompt: a program takes neighbouring queries, whose lists mostly agree.
+"""Sparse attention of a rank's few heads where a request has several queries: a program takes neighbours.
 
 Tensor cores multiply 64 rows at a time. Of a rank that has fewer heads, a program takes as many neighbouring queries as
 fill them (``tiling.Tiling.queries``). If they belong to one request, each window is the previous one moved by one
 entry, and each list of compressed entries begins like the next query's. Then each entry is read, decoded and multiplied
 once for all of them; a query's own entries follow from their place in the union. Of several requests a program attends
 for one query at a time, and what other rows hold is dropped: another request's entry never touches a result.
+
+A prompt's blocks are cut every so many queries of the pass. Where each request has the same few queries, as in passes
+that verify a draft, blocks are cut inside requests, so that none has queries of two: of 6 in blocks of 4, two of 3.
 
 The union of windows is the last query's, newest first, followed by what the first query alone still sees; behind it
 come the last query's compressed entries. Tiles of keys are cut from that. So unlike the kernel for one query
@@ -36,13 +39,13 @@ from .parts import LOG2_E
 
 
 @triton.jit
-def _lengths(lengths, first, tokens, columns, QUERIES: tl.constexpr, GIVEN: tl.constexpr):
-    """Lengths of the lists of QUERIES queries from ``first`` on, 0 beyond the last query."""
+def _lengths(lengths, first, beyond, columns, QUERIES: tl.constexpr, GIVEN: tl.constexpr):
+    """Lengths of the lists of QUERIES queries from ``first`` on, 0 from ``beyond`` on."""
     found = ()  # type: tuple[tl.tensor, ...]
     for query in tl.static_range(QUERIES):
-        known = tl.minimum(first + query, tokens - 1)
+        known = tl.minimum(first + query, beyond - 1)
         length = tl.minimum(load_length(lengths, known, columns, GIVEN), columns)
-        found += (tl.where(first + query < tokens, length, 0),)
+        found += (tl.where(first + query < beyond, length, 0),)
     return found
 
 
@@ -62,29 +65,42 @@ def attend_block(
     RAW: tl.constexpr, PACKED: tl.constexpr, WINDOW_SHIFT: tl.constexpr, EXTRA_SHIFT: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_WINDOW_LENGTHS: tl.constexpr, HAS_EXTRA_LENGTHS: tl.constexpr,
     HAS_COS_SIN: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, LOGITS_IN_BRANCH: tl.constexpr, PIECES: tl.constexpr,
+    STAGES: tl.constexpr, LOGITS_IN_BRANCH: tl.constexpr, PIECES: tl.constexpr, EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attend for QUERIES neighbouring queries, all heads of each.
+    """Attend for up to QUERIES neighbouring queries, all heads of each.
 
-    Grid: (blocks of QUERIES queries). Arguments are those of ``kernel.attend`` and, beyond the ``tiling.Tiling``:
+    Grid: (blocks of QUERIES queries) or, where EACH is not 0, (blocks of a request, requests). Arguments are those of
+    ``kernel.attend`` and, beyond the ``tiling.Tiling``:
 
         owners: int32 or int64 [T], the request of each query; ``sparse_attention`` says what that means for lists.
         HEADS: rows of the MMA, at least QUERIES times the heads of a query, for which each has HEADS / QUERIES.
+        EACH: queries of each request, in blocks of BLOCK or, at its end, fewer; 0 if they have any number.
     """
     after_previous()
-    first = tl.program_id(0).to(tl.int64) * QUERIES
-    last = first + QUERIES - 1
-    EACH: tl.constexpr = HEADS // QUERIES
+    if EACH:
+        request = tl.program_id(1).to(tl.int64) * EACH
+        first = request + tl.program_id(0) * BLOCK
+        beyond = tl.minimum(first + BLOCK, request + EACH)
+        last = beyond - 1
+    else:
+        first = tl.program_id(0).to(tl.int64) * QUERIES
+        beyond = tokens
+        last = first + QUERIES - 1
+    ROWS: tl.constexpr = HEADS // QUERIES
     row = tl.arange(0, HEADS)
-    row_query, head = row // EACH, row % EACH
+    row_query, head = row // ROWS, row % ROWS
     row_token = first + row_query
-    row_mask = (head < heads) & (row_token < tokens)
+    row_mask = (head < heads) & (row_token < beyond)
 
     # All loads that wait for nothing, before the first that does.
-    owner = tl.load(owners + first)
-    last_owner = tl.load(owners + last, mask=last < tokens, other=0)
-    window_ends = _lengths(window_lengths, first, tokens, window_columns, QUERIES, HAS_WINDOW_LENGTHS)
-    extra_ends = _lengths(extra_lengths, first, tokens, extra_columns, QUERIES, HAS_EXTRA_LENGTHS)
+    if EACH:
+        last_end = load_length(window_lengths, last, window_columns, HAS_WINDOW_LENGTHS)
+    else:
+        owner = tl.load(owners + first)
+        last_owner = tl.load(owners + last, mask=last < tokens, other=0)
+    window_ends = _lengths(window_lengths, first, beyond, window_columns, QUERIES, HAS_WINDOW_LENGTHS)
+    extra_ends = _lengths(extra_lengths, first, beyond, extra_columns, QUERIES, HAS_EXTRA_LENGTHS)
     q_row = q + row_token[:, None] * q_token + head.to(tl.int64)[:, None] * q_head
     q_pieces = ()  # type: tuple[tl.tensor, ...]
     for piece in tl.static_range(PIECES):
@@ -95,8 +111,13 @@ def attend_block(
         query_scale = inverse_rms(q_pieces, eps) * scale_log2
         q_pieces = with_rotated_tail(q_pieces, cos, sin, HEADS)
     sink_log2 = product(tl.load(sink + head, mask=head < heads, other=0.0), LOG2_E)
-    agree = (last < tokens) & (owner == last_owner)
-    passes = tl.where(agree, 1, tl.minimum(tokens - first, QUERIES)).to(tl.int32)
+    if EACH:
+        # Queries of padding are all at position 0. Windows that begin one entry apart each tell that by their lengths.
+        last_of_first = window_ends[0] + (last - first).to(tl.int32)
+        agree = tl.minimum(last_end, window_columns) == tl.minimum(last_of_first, window_columns)
+    else:
+        agree = (last < tokens) & (owner == last_owner)
+    passes = tl.where(agree, 1, tl.minimum(beyond - first, QUERIES)).to(tl.int32)
 
     for turn in range(passes):
         # What is seen in this iteration: by all queries together, or by one of them.
@@ -112,7 +133,7 @@ def attend_block(
 
         # In the union a row sees the window at low .. high - 1 and the entries at window_count .. entries_end - 1.
         # In an iteration for one query all rows see all keys: rows of other queries are not stored.
-        low = tl.where(agree, QUERIES - 1 - row_query, 0)
+        low = tl.where(agree, (last - first).to(tl.int32) - row_query, 0)
         high = low + tl.where(agree, _of_row(window_ends, row_query), window_count)
         entries_end = window_count + tl.where(agree, _of_row(extra_ends, row_query), extra_count)
         newest_slots = window_slots + end * window_columns

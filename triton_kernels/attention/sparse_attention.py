@@ -12,7 +12,8 @@ chip, the keys are split; then the programs wait for one another and add the par
 the next GEMM takes NVFP4 activations, the output is quantised in the same launch (``quantized_output``). Only
 ``tiling`` and ``splits`` depend on the batch, and on its size alone: with the same two, a query's result has the same
 bits in a prompt, in a chunk of it, or alone, wherever its entries lie. Where a rank has few heads, neighbouring queries
-of a long prompt share a program (``query_block``), and the last bits depend on a query's place among them.
+of a long prompt, or of a draft that is verified, share a program (``query_block``), and the last bits depend on a
+query's place among them.
 
 The last 64 columns of ``o`` are still rotated by the keys' positions. Given ``cos_sin`` of the queries' positions
 (``common.rope.rope_cos_sin``) they are rotated back before ``o`` is rounded, as specification §3.3 requires.
@@ -62,7 +63,7 @@ from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.limits import MAX_QUERY_EPS, ROPE_DIM
 
 from ..common import chip
-from ..common.integers import cdiv
+from ..common.integers import cdiv, cut
 from ..entries.kv_entry import DIM, page_bytes
 from ..quantize.rows import check_rows, rows_arguments
 from .kernel import attend
@@ -137,6 +138,7 @@ def sparse_attention(
     out_rows: Rows | None = None,
     tiling: Tiling | None = None,
     owners: Tensor | None = None,
+    tokens_each: int | None = None,
     expected_extra: int | None = None,
     planned_queries: int | None = None,
 ) -> None:
@@ -170,11 +172,13 @@ def sparse_attention(
             ``quantize.quantize.quantize`` of ``out``. For numbers of groups that :func:`fuses_quantization` accepts. At
             least one of ``out`` and ``out_rows`` is required.
         tiling: by default chosen by :func:`choose_tiling` for this device.
-        owners: int32 or int64 [T], contiguous: the request of each query, of a prompt. Neighbouring queries of one
-            request then share programs, which relies on this: they have successive positions; column c of
+        owners: int32 or int64 [T], contiguous: the request of each query, request by request. Neighbouring queries of
+            one request then share programs, which relies on this: they have successive positions; column c of
             ``window_slots`` is the slot of the c-th position back from a query's own, and ``window_lengths`` the number
             of these that there are, at least 1; and extra slots of the one are the first of those of the next. ``None``
             where lists may differ otherwise.
+        tokens_each: queries of each request, where all have as many: blocks of queries that share a program are cut
+            inside requests. Queries of a request may then also be all at position 0, as padding's are.
         expected_extra: columns of ``extra_slots`` that mostly count, where its width is that of the longest list that
             may come: the tiling is then chosen for so many. By default all.
         planned_queries: T or more: tiling and splits are chosen for so many. By default T.
@@ -193,7 +197,7 @@ def sparse_attention(
     processors = chip.processors(q.device)
     launch = _bind(
         q, (window, window_slots, window_lengths), (extra, extra_slots, extra_lengths), has_extra, sink, cos_sin,
-        query_eps, owners, out, out_rows, splits, tiling, expected_extra, planned_queries, processors,
+        query_eps, owners, tokens_each, out, out_rows, splits, tiling, expected_extra, planned_queries, processors,
     )  # fmt: skip
     if partials is None and launch.splits > 1:
         partials = new_partials(q, launch.splits, quantized=out_rows is not None)
@@ -256,6 +260,7 @@ def _bind(
     cos_sin: Tensor | None,
     query_eps: float | None,
     owners: Tensor | None,
+    tokens_each: int | None,
     out: Tensor | None,
     out_rows: Rows | None,
     splits: int | None,
@@ -272,10 +277,12 @@ def _bind(
     packed = window.pages.dtype == torch.uint8
     columns = window_slots.shape[1], extra_slots.shape[1] if has_extra else 0
     planned = planned_queries or tokens
+    if tokens_each is not None and (tokens_each < 1 or tokens % tokens_each):
+        raise OperandValueError(f"tokens_each: expected a divisor of the {tokens} queries of q, found {tokens_each}")
     if tiling is None:
         shares = owners is not None and out is not None and out_rows is None and splits in (None, 1)
         sizes = planned, heads, columns, processors
-        tiling = choose_tiling(*sizes, packed=packed, together=shares, expected=expected_extra)
+        tiling = choose_tiling(*sizes, packed=packed, together=shares, each=tokens_each, expected=expected_extra)
     if splits is None:
         splits = 1 if tiling.queries > 1 else choose_splits(planned, heads, columns, processors, tiling)
     require_range("splits", splits, 1, most_splits(tokens, heads, processors, tiling) if q.is_cuda else math.inf)
@@ -294,8 +301,11 @@ def _bind(
     grid: tuple[int, ...] | None
     if tiling.queries > 1:
         _require_a_block(tiling, heads, columns[0], splits, out, owners)
-        grid = (cdiv(tokens, tiling.queries),)
-        constants["QUERIES"] = tiling.queries
+        grid, block = (cdiv(tokens, tiling.queries),), 0
+        if tokens_each:
+            blocks, block = cut(tokens_each, tiling.queries)
+            grid = blocks, tokens // tokens_each
+        constants |= {"QUERIES": tiling.queries, "EACH": tokens_each or 0, "BLOCK": block}
     else:
         head_blocks = cdiv(heads, tiling.heads)
         grid = tokens * head_blocks, splits

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..common import chip
-from ..common.integers import cdiv, next_power_of_2
+from ..common.integers import cdiv, cut, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ shared memory; accumulators fill half of each thread's registers. 8192 queries w
 
 
 TWO_QUERIES, FOUR_QUERIES = (replace(HOPPER, queries=queries) for queries in (2, 4))
-"""Up to 32, or 16, heads of packed entries on Hopper in a prompt, whose queries' lists mostly agree."""
+"""Up to 32, or 16, heads of packed entries on Hopper where a request has several queries, whose lists mostly agree."""
 
 TWO_QUERIES_MIN_EXTRA = 16
 """Extra columns from which on two queries share a program: 0.79 of the time of ``THIRTY_TWO_HEADS`` with ratio-4
@@ -83,8 +83,8 @@ entries, 1.09 without entries (``launch/results/tunings_h200.md``). With few key
 epilogue, and a multiprocessor holds one program of two queries, but two of one query."""
 
 MIN_TOGETHER = 256
-"""Queries of a launch from which on neighbours share programs. Not measured: two queries a program are then 128
-programs for an H200's 132 multiprocessors."""
+"""Queries of a launch from which on neighbours share programs (:func:`shared_tiling`). An estimate, not measured:
+``launch/bench_verify_attention`` measures it."""
 
 
 def default_tiling(heads: int, *, packed: bool) -> Tiling:
@@ -96,6 +96,35 @@ def default_tiling(heads: int, *, packed: bool) -> Tiling:
             return THIRTY_TWO_HEADS
         return HOPPER if packed else HOPPER_PLAIN
     return BLACKWELL if packed else BLACKWELL_PLAIN
+
+
+def shared_tiling(queries: int, heads: int, columns: Sequence[int], each: int | None) -> Tiling | None:
+    """Return the tiling in which neighbouring queries share programs; ``None`` where each had better have its own.
+
+    A shared program multiplies 64 rows and has a multiprocessor to itself. Of programs for one query a multiprocessor
+    holds two, of 16 or 32 rows. By the rounds of long prompts on an H200 (``launch/results/attention_tilings_h200.md``)
+    a round of 132 shared programs takes 6.3 µs and 3.75 for each 64 keys, and a round of 264 for one query 5.4 and 2.7
+    for each 32 keys (16 heads) or 6.2 and 3.6 (32 heads), 0.6 of that where a multiprocessor has one of them. With 140
+    keys that is 18 µs against 19 or 24, and 11 or 15 with one. So
+
+    * up to 132 queries have a multiprocessor each and are done first if each has its own program;
+    * up to 264 fit in one round either way, and sharing gains what it saves of a round: nothing with 16 heads and few
+      keys, a quarter with 32 heads, more with more keys. ``MIN_TOGETHER`` is the end of this range;
+    * beyond, shared programs need fewer rounds, provided that they are full: a block of four with two queries does the
+      work of four, so more than half of the queries of a block must be there.
+
+    Args:
+        queries, heads, columns: as :func:`choose_tiling` takes them.
+        each: queries of each request, where all have as many and blocks are cut inside requests; ``None`` in prompts.
+    """
+    if queries < MIN_TOGETHER:
+        return None
+    for tiling, extra in ((FOUR_QUERIES, 0), (TWO_QUERIES, TWO_QUERIES_MIN_EXTRA)):
+        fits = heads * tiling.queries <= tiling.heads and columns[0] >= tiling.queries
+        is_full = each is None or 2 * each > tiling.queries * cut(each, tiling.queries)[0]
+        if fits and is_full and sum(columns[1:]) >= extra:
+            return tiling
+    return None
 
 
 def fuses_quantization(heads: int, groups: int) -> bool:
@@ -119,12 +148,15 @@ def choose_tiling(
     *,
     packed: bool,
     together: bool = False,
+    each: int | None = None,
     expected: int | None = None,
 ) -> Tiling:
     """Choose the tiling of a launch from its sizes alone; the arguments are those of :func:`choose_splits`.
 
     together: whether lists of neighbouring queries mostly agree (``sparse_attention``'s ``owners``), and values are
-    written. Where a query has few heads, neighbours then share programs.
+    written. Where a query has few heads, neighbours then share programs, by :func:`shared_tiling`.
+
+    each: queries of each request (``sparse_attention``'s ``tokens_each``).
 
     expected: columns of the second list that mostly count (``sparse_attention``'s ``expected_extra``).
 
@@ -139,11 +171,10 @@ def choose_tiling(
     Programs of one or two tiles have nothing to fetch two tiles ahead; if there are few of them, they begin sooner with
     three stages: 13.5 µs instead of 14.2 for 64 queries of 64 heads. The bits are the same.
     """
-    if together and packed and queries >= MIN_TOGETHER and chip.is_before_blackwell():
-        for tiling, extra in ((FOUR_QUERIES, 0), (TWO_QUERIES, TWO_QUERIES_MIN_EXTRA)):
-            fits = heads * tiling.queries <= tiling.heads and columns[0] >= tiling.queries
-            if fits and sum(columns[1:]) >= extra:
-                return tiling
+    if together and packed and chip.is_before_blackwell():
+        shared = shared_tiling(queries, heads, columns, each)
+        if shared is not None:
+            return shared
     queries = next_power_of_2(queries)
     counted = columns if expected is None else (columns[0], *(min(width, expected) for width in columns[1:]))
     tiles = sum(cdiv(width, SIXTEEN_HEADS.keys) for width in counted)

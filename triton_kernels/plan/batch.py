@@ -47,7 +47,8 @@ class Batch:
             begins included; columns beyond them, and rows of requests that add no token, are undefined.
         window_slots: int32 [T, window], contiguous: the slots of each token's window, its own first, -1 before position
             0. Compression at ratio 4 needs windows of 8 or more.
-        is_decode: whether the pass decodes: each request adds one token, so T is B.
+        tokens_each: tokens that each request adds, where the pass's kind says so: 1 in decode, in passes that verify a
+            draft its tokens and one more. ``None`` where requests add any number.
     """
 
     positions: Tensor
@@ -57,12 +58,17 @@ class Batch:
     requests: Tensor
     pages: Tensor
     window_slots: Tensor
-    is_decode: bool
+    tokens_each: int | None
 
     @property
     def tokens(self) -> int:
         """T."""
         return self.positions.shape[0]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the pass decodes: each request adds one token, so T is B."""
+        return self.tokens_each == 1
 
     @once
     def check(self, op: str) -> None:
@@ -75,8 +81,9 @@ class Batch:
         require_dimensions(f"{op}: positions", self.positions, 1, "[tokens]")
         require_dimensions(f"{op}: requests", self.requests, 1, "[requests]")
         tokens, requests = self.tokens, self.requests.shape[0]
-        if self.is_decode:
-            require_shape(f"{op}: positions", self.positions, (requests,), "[requests], as the pass decodes")
+        if self.tokens_each is not None:
+            each = f"{self.tokens_each} tokens of each request"
+            require_shape(f"{op}: positions", self.positions, (requests * self.tokens_each,), each)
         require_shape(f"{op}: owners", self.owners, (tokens,), "[tokens]")
         require_shape(f"{op}: starts", self.starts, (requests,), "[requests]")
         require_shape(f"{op}: bounds", self.bounds, (requests + 1,), "[requests + 1]")

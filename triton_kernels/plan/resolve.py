@@ -190,7 +190,7 @@ class Plan:
         *,
         window: int,
         longest: int,
-        is_decode: bool,
+        tokens_each: int | None,
         is_block: bool = False,
     ) -> Plan:
         """Room for the plan of a pass, which refers to the given tensors; contents undefined.
@@ -201,7 +201,7 @@ class Plan:
             slots, full_to_swa: the scheduler's tables, as above.
             window: tokens of a window, a power of two.
             longest: tokens of the longest sequence that may come.
-            is_decode: whether each request adds one token.
+            tokens_each: the batch's.
             is_block: whether each token sees all that its request adds, up to :data:`BLOCK_COLUMNS`, and the window in
                 front of them. The pass compresses nothing.
         """
@@ -220,7 +220,7 @@ class Plan:
             requests,
             new(count, pages),
             new(tokens, window + BLOCK_COLUMNS if is_block else window),
-            is_decode,
+            tokens_each,
         )
         return cls(batch, slots, full_to_swa, new(tokens), new(tokens), new(tokens, entries), new(tokens), window)
 

@@ -137,7 +137,7 @@ def _plan(starts: Tensor, counts: Tensor) -> Plan:
     slots = torch.arange(requests)[:, None] * last + column // PAGE_TOKENS % pages * PAGE_TOKENS + column % PAGE_TOKENS
     plan = Plan.allocate(
         positions.cuda(), torch.arange(requests).cuda(), slots.int().cuda(), torch.arange(requests * last).cuda(),
-        window=WINDOW, longest=CONTEXT, is_decode=len(owners) == requests,
+        window=WINDOW, longest=CONTEXT, tokens_each=1 if len(owners) == requests else None,
     )  # fmt: skip
     resolve(plan, (starts + counts).cuda(), counts.cuda())
     return plan

@@ -44,7 +44,7 @@ def _batch(requests: int, tokens: int, context: int) -> Batch:
         requests=torch.arange(requests, device="cuda"),
         pages=(pages * PAGE_TOKENS).view(requests, -1),
         window_slots=torch.zeros(requests * tokens, 1, device="cuda", dtype=torch.int32),
-        is_decode=tokens == 1,
+        tokens_each=1 if tokens == 1 else None,
     )
 
 

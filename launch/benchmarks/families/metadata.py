@@ -41,7 +41,9 @@ def _resolve(name: str, requests: int, added: int, context: int) -> Case:
     positions = torch.arange(context - added, context, device="cuda").repeat(requests)
     owners = torch.arange(requests, device="cuda")
     full_to_swa = torch.arange(SLOTS, device="cuda")
-    plan = Plan.allocate(positions, owners, slots, full_to_swa, window=WINDOW, longest=context, is_decode=added == 1)
+    plan = Plan.allocate(
+        positions, owners, slots, full_to_swa, window=WINDOW, longest=context, tokens_each=1 if added == 1 else None
+    )
     lengths = torch.full((requests,), context, device="cuda", dtype=torch.int32)
     new = None if added == 1 else torch.full_like(lengths, added)
 

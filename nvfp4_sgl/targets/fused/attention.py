@@ -187,7 +187,7 @@ class FusedAttentionCore(nn.Module):
         if self._kind is LayerKind.HCA:
             entries = plan.entry_slots, plan.entry_lengths
         slots, lengths = entries or (None, None)
-        # Neighbouring tokens of a prompt see the same entries, but where each chooses from more than it may see.
+        # Neighbouring tokens of a request see the same entries, but where each chooses from more than it may see.
         chooses = self._kind is LayerKind.CSA and step.scores.shape[1] > config.index_topk
         fused = Form.NVFP4 in form and fuses_quantization(self._heads, self._groups)
         width = self._heads // self._groups * config.head_dim
@@ -212,6 +212,7 @@ class FusedAttentionCore(nn.Module):
             out=out,
             out_rows=rows,
             owners=None if plan.batch.is_decode or plan.is_block or chooses else plan.batch.owners,
+            tokens_each=plan.batch.tokens_each,
             expected_extra=HCA_ENTRIES if self._kind is LayerKind.HCA and step.is_by_size else None,
         )
         values = None if out is None else out.view(tokens, self._groups, width)

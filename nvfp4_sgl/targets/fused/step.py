@@ -154,7 +154,7 @@ class Step:
             rings: rows of the compressors' state rings.
             scores: from :meth:`new_scores` for as many tokens or more; allocated unless given.
         """
-        tokens, device = positions.shape[0], positions.device
+        (tokens,), (count,), device = positions.shape, requests.shape, positions.device
         plan = Plan.allocate(
             positions,
             requests,
@@ -162,14 +162,14 @@ class Step:
             full_to_swa,
             window=config.sliding_window,
             longest=longest,
-            is_decode=kind is PassKind.DECODE,
+            tokens_each=tokens // count if kind in (PassKind.DECODE, PassKind.VERIFY) and count else None,
             is_block=kind is PassKind.BLOCK,
         )
         rows = tokens if kind.is_by_size else score_rows(tokens, longest)
         scores = cls.new_scores(config, rows, longest, device) if scores is None else scores[:rows]
         cos_sin = torch.empty(len(RopeTable), tokens, config.qk_rope_head_dim, dtype=torch.float32, device=device)
         semaphores = scratch.attention_semaphores(tokens, config.num_attention_heads)
-        workspace = scratch.workspace(tokens, requests.shape[0])
+        workspace = scratch.workspace(tokens, count)
         candidates = scratch.candidates(scores.shape[0], scores.shape[1], config.index_topk)
         return cls(
             plan,

@@ -9,6 +9,7 @@ import torch
 
 from nvfp4_sgl.model.contract import PassKind, PassRequest, Slots
 from nvfp4_sgl.model.tokens import aligned
+from nvfp4_sgl.triton_kernels.attention import tiling
 from nvfp4_sgl.triton_kernels.attention_inputs.prepare import TWO_LAUNCH_MIN_TOKENS
 from nvfp4_sgl.weights.parallel import TensorParallel
 
@@ -55,12 +56,14 @@ def divided_sizes(limit: int, parallel: TensorParallel) -> set[int]:
 def sizes_of_several(requests: int, each: int, kind: Kind) -> list[int]:
     """Numbers of requests, up to ``requests``, that between them need every kernel variant where each adds ``each``.
 
-    The largest of each range of powers of two of either number, for 1, multiples of 16 and others, and of each kind.
+    The largest of each range of powers of two of either number, for 1, multiples of 16 and others, of each kind, and of
+    those whose queries share programs of attention and the others.
     """
 
     def variant(size: int) -> Hashable:
         tokens = size * each
-        return size == 1, (size - 1).bit_length(), (tokens - 1).bit_length(), tokens % 16 == 0, kind(tokens)
+        ranges = size == 1, (size - 1).bit_length(), (tokens - 1).bit_length(), tokens >= tiling.MIN_TOGETHER
+        return *ranges, tokens % 16 == 0, kind(tokens)
 
     return last_of_each(requests, variant)
 

@@ -31,7 +31,7 @@ def resolved(
         requests=requests,
         pages=slots[requests, ::PAGE_TOKENS].contiguous(),
         window_slots=window_slots.int(),
-        is_decode=len(positions) == len(requests),
+        tokens_each=1 if len(positions) == len(requests) else None,
     )
 
 
