@@ -17,6 +17,7 @@ from nvfp4_sgl.ops.indexer import index_scores as reference_scores
 from nvfp4_sgl.ops.indexer import indexer_query
 from nvfp4_sgl.ops.rope import apply_rope, inverse_frequencies
 from nvfp4_sgl.triton_kernels.common.rope import rope_cos_sin
+from nvfp4_sgl.triton_kernels.indexer import scores as indexer_scores
 from nvfp4_sgl.triton_kernels.indexer.query import prepare_queries
 from nvfp4_sgl.triton_kernels.indexer.scores import (
     DECODE,
@@ -182,6 +183,39 @@ def test_prompts_in_parts(tiling: str, device: str):
     for begin, end in ((0, 6), (6, 7), (7, made.batch.tokens)):
         found = layer.scores(128, 2, device, first=begin, rows=end - begin, tiling=TILINGS[tiling])
         layer.check(found, 2, first=begin)
+
+
+@pytest.mark.parametrize("tiling", ["prefill", "hopper"])
+@pytest.mark.parametrize("each", [2, 3, 4, 6])
+def test_each_request_has_so_many_queries(each: int, tiling: str, device: str):
+    """As in passes that verify a draft: whole, requests apart, and in parts that divide a request."""
+    made = new_pass([(begin, begin + each) for begin in (300, 0, 61, 513)], device)
+    made = replace(made, batch=replace(made.batch, tokens_each=each))
+    layer = Layer(made, 16)
+    for begin, end in ((0, 4 * each), (each, 3 * each), (1, 4 * each)):
+        found = layer.scores(192, 2, device, first=begin, rows=end - begin, tiling=TILINGS[tiling])
+        layer.check(found, 2, first=begin)
+
+
+@pytest.mark.parametrize(
+    ("each", "queries", "launched"),
+    [(6, 4, ((2, 4), 6, 3)), (3, 4, ((1, 4), 3, 3)), (5, 2, ((3, 4), 5, 2)), (None, 4, ((6, 1), 24, 4))],
+)
+def test_no_tile_has_queries_of_two_requests(
+    each: int | None, queries: int, launched: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """Each tile reads its request's keys, so one of two requests reads those of both."""
+    found: list[tuple[Any, ...]] = []
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, **options: found.append(((grid[0], grid[2]), *given[13:15]))
+
+    monkeypatch.setattr(indexer_scores, "_scores_kernel", Launched())
+    made = new_pass([(300, 300 + (each or 6)) for _ in range(4)], "cpu")
+    made = replace(made, batch=replace(made.batch, tokens_each=each))
+    Layer(made, 16).scores(128, 2, "cpu", tiling=replace(HOPPER_PREFILL, queries=queries))
+    assert found == [launched]
 
 
 def test_exact_keys(device: str):

@@ -30,7 +30,7 @@ from nvfp4_sgl.formats import checks
 from nvfp4_sgl.limits import MAX_INDEX_HEADS
 
 from ..common import chip
-from ..common.integers import cdiv, next_power_of_2
+from ..common.integers import cdiv, cut, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import INTERPRETED, UNFUSED
 from ..entries.index_entry import DIM, page_bytes
@@ -193,7 +193,7 @@ def _score_pages(
         tl.store(out[None, :] + entry, score, mask=entry < seen[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "first"])
+@triton.jit(do_not_specialize=["each", "block", "first"])
 def _scores_kernel(
     q,
     q_token,
@@ -208,7 +208,8 @@ def _scores_kernel(
     scale_stride,
     scores,
     row_stride,
-    rows,
+    each,
+    block,
     columns,
     positions,
     owners,
@@ -225,8 +226,14 @@ def _scores_kernel(
     STAGES: tl.constexpr,
     RUN: tl.constexpr,
 ):
+    """Score a share of the keys for up to QUERIES rows.
+
+    Grid: (blocks, splits, requests). Rows come in ``requests`` times ``each``, cut into blocks of ``block``.
+    """
     after_previous()
-    begin = tl.program_id(0).to(tl.int64) * QUERIES
+    request_rows = tl.program_id(2).to(tl.int64) * each
+    begin = request_rows + tl.program_id(0) * block
+    rows = tl.minimum(begin + block, request_rows + each)
     split = tl.program_id(1)
     row = begin + tl.arange(0, QUERIES)
     position = tl.load(positions + first + row, mask=row < rows, other=-1)
@@ -253,7 +260,7 @@ def _scores_kernel(
             weight = tl.load(weights + token * weights_token + head, mask=head_mask, other=0.0)
             at = q + (token * q_token + head * q_head)[:, None] + tl.arange(0, 128)[None, :]
             query = tl.trans(_dot_operand(tl.load(at, mask=head_mask[:, None], other=0.0)))
-            # Queries of a tile may belong to several requests: score each with its own request's keys.
+            # Queries of a tile may belong to several requests of a prompt: score each with its own request's keys.
             for request in range(tl.min(owner, axis=0), tl.max(owner, axis=0) + 1):
                 seen = tl.where(owner == request, visible, 0)
                 pages = tl.cdiv(tl.max(seen, axis=0), ENTRIES_PER_PAGE)
@@ -319,14 +326,20 @@ def index_scores(
         scaled = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
         prepare_queries(q, weights, cos_sin, factor, queries, scaled)
         q, weights = queries, scaled
-    tiles = cdiv(rows, tiling.queries)
+    each, block = rows, tiling.queries
+    of_request = batch.tokens_each or 1
+    if of_request > 1 and first % of_request == rows % of_request == 0:
+        # Cut inside requests: a tile that straddles two would read the keys of both, one after the other.
+        each, block = of_request, cut(of_request, tiling.queries)[1]
+    blocks, requests = cdiv(each, block), rows // each
     steps = cdiv(columns, page_size * tiling.pages)
     keys, scales = pages, pages
     if packed:
         keys = pages.view(torch.float8_e4m3fn)
         scales = pages[:, page_size * DIM : page_bytes(page_size)].view(torch.float32)
     padded = max(16, next_power_of_2(heads))
-    _scores_kernel[(tiles, choose_splits(tiles, steps, chip.processors(q.device), tiling))](
+    splits = choose_splits(blocks * requests, steps, chip.processors(q.device), tiling)
+    _scores_kernel[(blocks, splits, requests)](
         q,
         q.stride(0),
         q.stride(1),
@@ -340,7 +353,8 @@ def index_scores(
         scales.stride(0),
         scores,
         scores.stride(0),
-        rows,
+        each,
+        block,
         columns,
         batch.positions,
         batch.owners,
