@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from benchmarks.families import relative_error
 from benchmarks.kernels import microseconds
 from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.triton_kernels.attention import tiling as tilings
-from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, sparse_attention
+from nvfp4_sgl.triton_kernels.attention.sparse_attention import Entries, new_semaphores, sparse_attention
 from nvfp4_sgl.triton_kernels.attention.tiling import Tiling
 from nvfp4_sgl.triton_kernels.entries.kv_entry import page_bytes, store_kv_entries
 
@@ -37,11 +37,20 @@ LIMIT = 0.01
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of one pass: ``requests`` of ``tokens`` each, which see entries of ``ratio`` tokens, or none."""
+    """Prompts of one pass: ``requests`` of ``tokens`` each, which see entries of ``ratio`` tokens, or none.
+
+    ``cached``: tokens in front of each.
+    """
 
     requests: int
     tokens: int
     ratio: int
+    cached: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of each request after the pass."""
+        return self.cached + self.tokens
 
     def __str__(self) -> str:
         return f"{self.requests} x {self.tokens}, {f'ratio {self.ratio}' if self.ratio else 'windows alone'}"
@@ -50,15 +59,15 @@ class Prompts:
         """Slots, newest first, and their numbers; a request's positions lie one after the other."""
         position, request = self._queries(device)
         back = torch.arange(WINDOW, device=device)
-        slots = request[:, None] * self.tokens + position[:, None] - back
+        slots = request[:, None] * self.length + position[:, None] - back
         seen = position[:, None] >= back
         return torch.where(seen, slots, -1).int(), (position + 1).clamp(max=WINDOW).int()
 
-    def entries(self, device: str) -> tuple[Tensor, Tensor]:
-        """Slots of all entries that a query sees, and their numbers."""
+    def entries(self, device: str, hca_columns: int | None = None) -> tuple[Tensor, Tensor]:
+        """Slots of all entries that a query sees, and their numbers; by default columns for these sequences alone."""
         position, request = self._queries(device)
-        count = self.tokens // self.ratio
-        columns = TOPK if self.ratio == LayerKind.CSA.value else -(-count // 16) * 16
+        count = self.length // self.ratio
+        columns = TOPK if self.ratio == LayerKind.CSA.value else hca_columns or -(-count // 16) * 16
         column = torch.arange(columns, device=device).clamp(max=count - 1)
         return (request[:, None] * count + column).int(), ((position + 1) // self.ratio).clamp(max=columns).int()
 
@@ -66,7 +75,7 @@ class Prompts:
         return self._queries(device)[1].int()
 
     def _queries(self, device: str) -> tuple[Tensor, Tensor]:
-        position = torch.arange(self.tokens, device=device).repeat(self.requests)
+        position = torch.arange(self.cached, self.length, device=device).repeat(self.requests)
         return position, torch.arange(self.requests, device=device).repeat_interleave(self.tokens)
 
 
@@ -79,24 +88,26 @@ def pool(count: int, page_size: int, device: str) -> Entries:
     return entries
 
 
-def launches(prompts: Prompts, heads: int, device: str) -> tuple[Callable[[Tiling], None], Tensor]:
-    """A function that launches attention in a tiling, and the tensor that it writes."""
+def launches(
+    prompts: Prompts, heads: int, device: str, hca_columns: int | None = None
+) -> tuple[Callable[..., None], Tensor]:
+    """A function that launches attention, with what else ``sparse_attention`` takes, and the tensor that it writes."""
     count = prompts.requests * prompts.tokens
     q = torch.randn(count, heads, 512, device=device).bfloat16()
     out = torch.empty_like(q)
     windows, window_lengths = prompts.windows(device)
     extra, slots, lengths = None, None, None
     if prompts.ratio:
-        extra = pool(prompts.requests * (prompts.tokens // prompts.ratio), ENTRY_PAGES[prompts.ratio], device)
-        slots, lengths = prompts.entries(device)
+        extra = pool(prompts.requests * (prompts.length // prompts.ratio), ENTRY_PAGES[prompts.ratio], device)
+        slots, lengths = prompts.entries(device, hca_columns)
     angles = torch.rand(count, 32, device=device)
     run = partial(
-        sparse_attention, q, pool(count, WINDOW_PAGE, device), windows, torch.randn(heads, device=device), 512**-0.5,
-        extra, slots, window_lengths=window_lengths, extra_lengths=lengths,
-        cos_sin=torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1), query_eps=1e-6, splits=1, out=out,
-        owners=prompts.owners(device),
+        sparse_attention, q, pool(prompts.requests * prompts.length, WINDOW_PAGE, device), windows,
+        torch.randn(heads, device=device), 512**-0.5, extra, slots, window_lengths=window_lengths,
+        extra_lengths=lengths, cos_sin=torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1), query_eps=1e-6,
+        semaphores=new_semaphores(count, heads, device), out=out,
     )  # fmt: skip
-    return lambda tiling: run(tiling=tiling), out
+    return run, out
 
 
 def candidates(heads: int) -> dict[str, Tiling]:
@@ -115,13 +126,22 @@ def measured(
     """Microseconds of each candidate, or what is wrong with it."""
     torch.manual_seed(0)
     launch, out = launches(prompts, heads, device)
+    given = {"owners": prompts.owners(device), "splits": 1}
+    runs = {name: partial(launch, tiling=tiling, **given) for name, tiling in candidates(heads).items()}
+    yield from compared(runs, out, timer)
+
+
+def compared(
+    runs: Mapping[str, Callable[[], None]], out: Tensor, timer: Callable[[Callable[[], None]], float]
+) -> Iterator[tuple[str, float | str]]:
+    """Microseconds of each launch, or what is wrong with what it writes to ``out``, by the first one's."""
     expected = None
-    for name, tiling in candidates(heads).items():
+    for name, run in runs.items():
         out.fill_(float("nan"))
-        launch(tiling)
+        run()
         expected = out.clone() if expected is None else expected
         error = relative_error(out, expected)
-        yield name, timer(partial(launch, tiling)) if error <= LIMIT else f"wrong: {error:.3g}"
+        yield name, timer(run) if error <= LIMIT else f"wrong: {error:.3g}"
 
 
 def main() -> int:
