@@ -143,7 +143,7 @@ def weights(product: GemmSpec, tokens: int) -> float:
 
 
 def between(kernels: Sequence[Kernel], steps: Sequence[Sequence[Kernel]]) -> list[list[Kernel]]:
-    """What runs from each step to the next, the last launch of the one and the first of the other included."""
+    """Launches from each step to the next, the last launch of the one and the first of the other included."""
     return [
         [step[-1], *(kernel for kernel in kernels if step[-1].begin < kernel.begin < later[0].begin), later[0]]
         for step, later in pairwise(steps)
