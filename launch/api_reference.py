@@ -122,6 +122,7 @@ PAGES = {
             "triton_kernels.entries.index_entry",
             "triton_kernels.plan.resolve",
             "triton_kernels.logits.greedy",
+            "triton_kernels.logits.accept",
         ),
     ),
 }

@@ -7,7 +7,7 @@ can be captured in a CUDA graph. A folder holds one family of ops:
     attention, attention_inputs, indexer: the three stages of an attention layer around its GEMMs.
     hyper_connection: the residual streams and the mHC sites between sublayers.
     experts: routing, permutation, SwiGLU, the sum of a token's experts.
-    logits: greedy tokens, and a draft's guesses.
+    logits: greedy tokens, a draft's guesses, and which of them are right.
     quantize: activations to NVFP4, alone and as device functions that other kernels call.
     entries: rows of the key caches. plan: slots of a pass. common: what all of them share.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -54,6 +56,53 @@ def draft_greedily(base: Tensor, anchor: Tensor, w1: Tensor, w2: Tensor) -> Tens
         before = biased.masked_fill(biased.isnan(), -torch.inf).argmax(-1)
         tokens.append(before)
     return torch.stack(tokens, dim=1)
+
+
+class Accepted(NamedTuple):
+    """What a round of B requests with n rows each accepts.
+
+    Attributes:
+        lengths: int32 [B], accepted rows, 1 to n: those in front of the first wrong guess.
+        right: int32 [B], the guesses among their tokens, one less.
+        places: int32 [B, n], places of the accepted rows among all B * n, -1 padded.
+        tokens: int32 [B, n], what the rows have answered.
+        last: int64 [B], the answer of the last accepted row, which the next round begins with.
+        ends: int64 [B], tokens whose keys are cached behind the round.
+    """
+
+    lengths: Tensor
+    right: Tensor
+    places: Tensor
+    tokens: Tensor
+    last: Tensor
+    ends: Tensor
+
+
+def accept_guesses(guesses: Tensor, answers: Tensor, starts: Tensor) -> Accepted:
+    """Accept the guesses that the target has answered itself, up to the first wrong one.
+
+    Args:
+        guesses: int [B, n], the token of each row; the first is decided.
+        answers: int [B, n], what the target answers each row with.
+        starts: int64 [B], tokens whose keys were cached in front of the round.
+    """
+    right = guesses[:, 1:] == answers[:, :-1]
+    return accepted_rows(1 + right.long().cumprod(1).sum(1), answers, starts)
+
+
+def accepted_rows(lengths: Tensor, answers: Tensor, starts: Tensor) -> Accepted:
+    """The round that accepts ``lengths`` rows, int64 [B], 1 to n; other arguments as of :func:`accept_guesses`."""
+    requests, rows = answers.shape
+    row = torch.arange(rows, device=answers.device)
+    first = torch.arange(requests, device=answers.device)[:, None] * rows
+    return Accepted(
+        lengths=lengths.int(),
+        right=lengths.int() - 1,
+        places=torch.where(row < lengths[:, None], first + row, -1).int(),
+        tokens=answers.int(),
+        last=answers.gather(1, lengths[:, None] - 1)[:, 0].long(),
+        ends=starts + lengths,
+    )
 
 
 def confidence(x: Tensor, previous: Tensor, w1: Tensor, projection: Tensor) -> Tensor:

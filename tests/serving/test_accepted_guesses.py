@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nvfp4_sgl.ops import drafts
+from nvfp4_sgl.ops.drafts import Accepted
 from nvfp4_sgl.serving.drafts import accept, chain, dspark_accept
 from nvfp4_sgl.serving.drafts.penalties import Penalties
 from nvfp4_sgl.serving.sglang import parallel, scheduling
+from nvfp4_sgl.triton_kernels.logits import accept as kernel
 
 VOCABULARY, ROWS, SEQUENCES = 5, 3, 20_000
 TARGET = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
@@ -24,7 +28,7 @@ TEMPERATURE = 0.7
 BOUND = 51.2
 """Bound of chi-square with 24 degrees of freedom: a right distribution exceeds it once in 1000."""
 
-Accept = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Accept = Callable[[Tensor, Tensor], Accepted]
 
 
 @pytest.fixture
@@ -57,7 +61,12 @@ def sampling_info(requests: int) -> Any:
     )
 
 
-def answers(accept_chain: Accept, tokens: int = 3) -> Tensor:
+def accepted(guesses: Tensor, sampled: Tensor) -> Accepted:
+    """Of requests without keys."""
+    return drafts.accept_guesses(guesses, sampled, torch.zeros(len(guesses), dtype=torch.int64))
+
+
+def answers(accept_rows: Accept, tokens: int = 3) -> Tensor:
     """The first ``tokens`` of so many answers behind token 0, int [SEQUENCES, tokens], round after round."""
     said, lengths = torch.zeros(SEQUENCES, tokens + ROWS + 1, dtype=torch.int64), torch.ones(SEQUENCES).long()
     info = sampling_info(SEQUENCES)
@@ -66,9 +75,9 @@ def answers(accept_chain: Accept, tokens: int = 3) -> Tensor:
         guesses = torch.stack([last, GUESS[last], GUESS[GUESS[last]]], 1)
         logits = TARGET[guesses].flatten(0, 1)
         sampled = accept.sample_rows(logits, info, ROWS, torch.zeros(len(logits))).view_as(guesses).long()
-        accepted, _ = accept_chain(guesses, sampled)
+        count = accept_rows(guesses, sampled).lengths
         for row in range(ROWS):
-            here = (row < accepted) & (lengths <= tokens)
+            here = (row < count) & (lengths <= tokens)
             said[here, lengths[here]] = sampled[here, row]
             lengths += here
     return said[:, 1 : tokens + 1]
@@ -84,23 +93,23 @@ def chi_square(found: Tensor) -> float:
 
 def test_answers_are_distributed_as_without_drafts(sampler: None) -> None:
     torch.manual_seed(0)
-    assert chi_square(answers(accept.accept_chain)) < BOUND
+    assert chi_square(answers(accepted)) < BOUND
 
 
-def lenient(guesses: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+def lenient(guesses: Tensor, sampled: Tensor) -> Accepted:
     """One in thirty wrong guesses is taken for right."""
     spared = (guesses[:, 1:] != sampled[:, :-1]) & (torch.rand(len(guesses), ROWS - 1) < 1 / 30)
     sampled[:, :-1] = sampled[:, :-1].where(~spared, guesses[:, 1:])
-    return accept.accept_chain(guesses, sampled)
+    return accepted(guesses, sampled)
 
 
-def drawn_again(guesses: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+def drawn_again(guesses: Tensor, sampled: Tensor) -> Accepted:
     """The token behind a wrong guess is drawn anew, so that it may be the guess."""
     wrong = guesses[:, 1:] != sampled[:, :-1]
     again = (TARGET[guesses[:, :-1]] / TEMPERATURE).softmax(-1).flatten(0, 1).multinomial(1).view_as(wrong)
-    lengths, places = accept.accept_chain(guesses, sampled)
+    found = accepted(guesses, sampled)
     sampled[:, :-1] = sampled[:, :-1].where(~wrong, again)
-    return lengths, places
+    return found
 
 
 @pytest.mark.parametrize("mistake", [lenient, drawn_again])
@@ -247,19 +256,23 @@ def test_every_row_has_what_its_request_asks_for(blocks: bool, monkeypatch: pyte
 def test_the_first_wrong_guess_ends_a_round() -> None:
     generator = torch.Generator().manual_seed(3)
     guesses, sampled = (torch.randint(0, 3, (200, 4), generator=generator) for _ in range(2))
-    lengths, places = accept.accept_chain(guesses, sampled)
+    starts = torch.randint(0, 1000, (200,), generator=generator)
+    found = drafts.accept_guesses(guesses, sampled, starts)
+    assert torch.equal(found.tokens, sampled)
     for request, (theirs, ours) in enumerate(zip(guesses.tolist(), sampled.tolist(), strict=True)):
         count = 1
         while count < 4 and theirs[count] == ours[count - 1]:
             count += 1
-        expected = [4 * request + row if row < count else -1 for row in range(4)]
-        assert lengths[request] == count and places[request].tolist() == expected
+        places = [4 * request + row if row < count else -1 for row in range(4)]
+        assert found.lengths[request] == count == found.right[request] + 1
+        assert found.places[request].tolist() == places
+        assert found.last[request] == ours[count - 1] and found.ends[request] == starts[request] + count
 
 
 def test_a_row_that_failed_ends_a_round() -> None:
-    """Its id, -1, is no guess."""
-    lengths, _ = accept.accept_chain(torch.tensor([[5, 0, 0, 0]]), torch.tensor([[0, -1, 0, 0]]))
-    assert lengths.tolist() == [2]
+    """Its id, -1, is no guess, and is the round's last token."""
+    found = accepted(torch.tensor([[5, 0, 0, 0]]), torch.tensor([[0, -1, 0, 0]]))
+    assert found.lengths.tolist() == [2] and found.last.tolist() == [-1]
 
 
 NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
@@ -333,11 +346,13 @@ def test_forced_acceptance(expected: float) -> None:
         generator = torch.Generator().manual_seed(seed)
         guesses, sampled = (torch.randint(0, 9, (2, 3), generator=generator) for _ in range(2))
         before = sampled.clone()
-        lengths, places = accept.force_chain(guesses, sampled, expected)
-        count = int(lengths[0])
+        starts = torch.tensor([7, seed])
+        found = accept.force_rows(guesses, sampled, starts, expected)
+        count = int(found.lengths[0])
         total += count
-        assert lengths.tolist() == [count] * 2
-        assert places.tolist() == [[3 * b + row if row < count else -1 for row in range(3)] for b in range(2)]
+        assert found.lengths.tolist() == [count] * 2 and found.ends.tolist() == [7 + count, seed + count]
+        assert found.last.tolist() == sampled[:, count - 1].tolist() and torch.equal(found.tokens, sampled)
+        assert found.places.tolist() == [[3 * b + row if row < count else -1 for row in range(3)] for b in range(2)]
         assert torch.equal(sampled[:, : count - 1], guesses[:, 1:count])
         assert torch.equal(sampled[:, count - 1 :], before[:, count - 1 :])
     assert abs(total / 200 - expected) < 0.15
@@ -365,10 +380,6 @@ def test_rounds_of_dspark(simulated: float | None, monkeypatch: pytest.MonkeyPat
     assert found.bonus.tolist() == [row[length - 1] for row, length in zip(tokens, lengths, strict=True)]
 
 
-LAUNCHES = 15
-"""What docs/speculative_decoding.md says of a round's acceptance."""
-
-
 class Launches(TorchDispatchMode):
     """Notes operations that launch a kernel on a GPU: all but views and allocations."""
 
@@ -378,30 +389,41 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_view = any(one.alias_info and not one.alias_info.is_write for one in operation._schema.returns)
-        if not is_view and not operation._schema.name.startswith("aten::empty"):
+        if not is_view and not operation._schema.name.startswith(("aten::empty", "aten::new_empty")):
             self.names.append(operation._schema.name)
         return operation(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("blocks", [False, True], ids=["EAGLE", "DSPARK"])
 @pytest.mark.parametrize("rows", [2, 4])
-def test_launches_beside_the_sampling(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy requests that ask for nothing else take the documented number, whatever the number of steps."""
+def test_a_gpu_accepts_in_one_launch(rows: int, blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the sampling: greedy requests that ask for nothing else. docs/speculative_decoding.md says the same."""
     tokens, info = torch.zeros(2 * rows, dtype=torch.int64), sampling_info(2)
     info.is_all_greedy, info.logit_bias = True, None
     monkeypatch.setattr(accept, "_sampler", lambda: lambda *given: tokens)
-    params = SimpleNamespace(frequency_penalty=0, presence_penalty=0, repetition_penalty=1, min_new_tokens=0)
+    lengths, logits = torch.tensor([5, 6]), torch.zeros(2 * rows, VOCABULARY)
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(is_idle=lambda: False),
         sampling_info=info,
-        seq_lens=torch.tensor([5, 6]),
-        reqs=[SimpleNamespace(output_ids=[1], sampling_params=params)] * 2,
+        seq_lens=lengths,
+        reqs=[request([1])] * 2,
         return_logprob=False,
     )
     given = SimpleNamespace(draft_token_num=rows, draft_token=tokens, positions=tokens)
-    output = SimpleNamespace(next_token_logits=torch.zeros(2 * rows, VOCABULARY))
-    with Launches() as found:
-        accept.sample_round(print, given, batch, output)
-    assert len(found.names) == LAUNCHES, found.names
+    output = SimpleNamespace(next_token_logits=logits)
+    launched = mock.MagicMock()
+    monkeypatch.setattr(kernel, "_accept_guesses", launched)
+
+    def accept_round() -> Any:
+        if blocks:
+            return accepted_block(logits, tokens.view(2, rows), lengths, info)
+        return accept.sample_round(print, given, batch, output)
+
+    accept_round()  # imports, and holds what later rounds find
+    with mock.patch.object(Tensor, "is_cuda", True), Launches() as found:
+        accept_round()
+    assert not found.names, found.names
+    assert launched.__getitem__.return_value.call_count == 1
 
 
 def test_slots_around_a_round() -> None:

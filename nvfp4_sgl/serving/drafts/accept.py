@@ -18,59 +18,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.ops import drafts
+from nvfp4_sgl.ops.drafts import Accepted
 from nvfp4_sgl.serving.drafts.penalties import Penalties
 from nvfp4_sgl.serving.drafts.simulated import simulated_length
 from nvfp4_sgl.serving.sglang import parallel, scheduling
 from nvfp4_sgl.serving.sglang.ledger import find
+from nvfp4_sgl.triton_kernels.logits import accept as kernel
 
 
-def accept_chain(guesses: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """(int32 [B], accepted rows with the last one; int32 [B, n], their places in the batch, -1 padded).
-
-    Args:
-        guesses: int [B, n], the token of each row; the first is decided.
-        sampled: int [B, n], what the target answers each row with.
-    """
-    rows, right = guesses.shape[1], guesses[:, 1:] == sampled[:, :-1]
-    lengths = 1 + right.long().cumprod(1).sum(1)
-    return lengths.int(), accepted_places(lengths, rows)
-
-
-def accept_round(guesses: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`accept_chain`, or :func:`force_chain` where acceptance is simulated."""
+def accept_round(guesses: Tensor, answers: Tensor, starts: Tensor) -> Accepted:
+    """As :func:`nvfp4_sgl.ops.drafts.accept_guesses`, one launch on a GPU; or :func:`force_rows` where simulated."""
     expected = simulated_length()
-    return accept_chain(guesses, sampled) if expected is None else force_chain(guesses, sampled, expected)
+    if expected is not None:
+        return force_rows(guesses, answers, starts, expected)
+    if guesses.is_cuda:
+        return Accepted(*kernel.accept_guesses(guesses, answers, starts))
+    return drafts.accept_guesses(guesses, answers, starts)
 
 
 _draws = random.Random(0)
 """The same on every rank."""
 
 
-def force_chain(guesses: Tensor, sampled: Tensor, expected: float) -> tuple[Tensor, Tensor]:
+def force_rows(guesses: Tensor, answers: Tensor, starts: Tensor, expected: float) -> Accepted:
     """Accept so many rows of every request: as many as ``expected``, rounded up or down by one draw.
 
-    Makes the accepted guesses the rows' tokens in ``sampled``; what is returned and the arguments are as of
-    :func:`accept_chain`.
+    Makes the accepted guesses the rows' tokens in ``answers``.
     """
-    requests, rows = guesses.shape
     length = math.floor(expected)
     length += _draws.random() < expected - length
-    sampled[:, : length - 1] = guesses[:, 1:length]
-    lengths = torch.full((requests,), length, dtype=torch.int32, device=guesses.device)
-    return lengths, accepted_places(lengths, rows)
-
-
-def accepted_places(lengths: Tensor, rows: int) -> Tensor:
-    """Places in the batch of the accepted rows, int32 [B, n], -1 padded; the first ``lengths``, int [B], of each n."""
-    row = torch.arange(rows, device=lengths.device)
-    first = torch.arange(len(lengths), device=lengths.device)[:, None] * rows
-    return torch.where(row < lengths[:, None], first + row, -1).int()
+    answers[:, : length - 1] = guesses[:, 1:length]
+    return drafts.accepted_rows(torch.full_like(starts, length), answers, starts)
 
 
 def sample_round(
     original: Callable[..., Any], verify_input: Any, batch: Any, output: Any, grammar_mask: Any = None, **rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hook around SGLang's sampling of a verify pass: (int32 [B * n], and as of :func:`accept_chain`).
+    """Hook around SGLang's sampling of a verify pass: (tokens int32 [B * n], lengths and places of an ``Accepted``).
 
     ``output.next_token_logits`` become those that tokens were sampled from; log-probabilities are made of them. Nothing
     waits for the device.
@@ -91,19 +76,19 @@ def sample_round(
     sampled = sample_rows(logits, info, rows, verify_input.positions).view_as(guesses)
     if not info.is_all_greedy:
         parallel.tp_broadcast(sampled)  # equal logits do not give every rank equal sums of probabilities
-    lengths, places = accept_round(guesses, sampled)
-    penalties.remember(lengths)
-    return sampled.int().flatten(), lengths, places
+    accepted = accept_round(guesses, sampled, batch.seq_lens)
+    penalties.remember(accepted.lengths)
+    return accepted.tokens.flatten(), accepted.lengths, accepted.places
 
 
-def sample_rows(logits: Tensor, info: Any, rows: int, positions: Tensor) -> Tensor:
-    """int [B * n], by SGLang's sampler, which overwrites ``logits``, fp32 [B * n, vocabulary], unless all are greedy.
+def sample_rows(logits: Tensor, info: Any, rows: int, positions: Tensor | None) -> Tensor:
+    """int64 [B * n], by SGLang's sampler, which overwrites ``logits``, fp32 [B * n, vocabulary], unless all are greedy.
 
     Args:
-        info: SGLang's, of B requests. rows: n. positions: int64 [B * n].
+        info: SGLang's, of B requests. rows: n. positions: int64 [B * n]; ``None`` if all are greedy.
     """
     sampled: Tensor = _sampler()(scheduling.logits_output(logits), repeated(info, rows), False, [], [], positions)
-    return sampled
+    return sampled.long()
 
 
 @functools.cache

@@ -53,20 +53,32 @@ def accept(
     **rest: Any,
 ) -> Any:
     """Hook around the acceptance of a round. What a row has sampled is the guess behind it where that is accepted."""
-    rows = verify_ids_2d.shape[1]
-    positions = prefix_lens[:, None] + torch.arange(rows, device=prefix_lens.device)
-    # A copy, for log-probabilities: the sampler makes probabilities of it.
-    logits = target_logits if sampling_info.is_all_greedy else target_logits.clone()
-    sampled = sample_rows(logits, sampling_info, rows, positions.flatten()).view_as(verify_ids_2d)
-    if not sampling_info.is_all_greedy:
+    greedy, rows = sampling_info.is_all_greedy, verify_ids_2d.shape[1]
+    # Positions are read where a token is drawn by a seed. A copy, for log-probabilities: the sampler makes
+    # probabilities of it.
+    positions = None if greedy else (prefix_lens[:, None] + torch.arange(rows, device=prefix_lens.device)).flatten()
+    logits = target_logits if greedy else target_logits.clone()
+    sampled = sample_rows(logits, sampling_info, rows, positions).view_as(verify_ids_2d)
+    if not greedy:
         parallel.tp_broadcast(sampled)  # equal logits do not give every rank equal sums of probabilities
-    lengths, _ = accept_round(verify_ids_2d, sampled)
-    executor.nvfp4_sgl_penalties.remember(lengths)
+    accepted = accept_round(verify_ids_2d, sampled, prefix_lens)
+    executor.nvfp4_sgl_penalties.remember(accepted.lengths)
     return scheduling.accepted_block(
-        correct_len=lengths - 1,
-        bonus=sampled.gather(1, lengths.long()[:, None] - 1)[:, 0],
-        cap_trim_lens=torch.zeros_like(lengths),
-        commit_lens=lengths,
-        new_seq_lens=prefix_lens + lengths.to(prefix_lens.dtype),
+        correct_len=accepted.right,
+        bonus=accepted.last,
+        cap_trim_lens=none_trimmed(accepted.lengths),
+        commit_lens=accepted.lengths,
+        new_seq_lens=accepted.ends,
         out_tokens=sampled,
     )
+
+
+_zeros: dict[torch.device, Tensor] = {}
+
+
+def none_trimmed(lengths: Tensor) -> Tensor:
+    """Rows that were not verified: zeros like ``lengths``, int32 [B], which nobody writes. Held between rounds."""
+    found = _zeros.get(lengths.device)
+    if found is None or len(found) < len(lengths):
+        found = _zeros[lengths.device] = lengths.new_zeros(max(1024, 2 * len(lengths)))
+    return found[: len(lengths)]

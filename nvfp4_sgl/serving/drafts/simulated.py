@@ -1,6 +1,6 @@
 """Forced acceptance, to measure rounds of drafts whose guesses mean nothing: :data:`SIMULATED` of SGLang.
 
-The tokens that are accepted are the guesses, and so answers are no longer the target's: :func:`.accept.force_chain`.
+The tokens that are accepted are the guesses, and so answers are no longer the target's: :func:`.accept.force_rows`.
 ``doctor`` checks the setting, so this needs no torch.
 """
 
