@@ -92,22 +92,25 @@ def sizes(most: int) -> Iterator[int]:
     yield most
 
 
-def allocate(allocator: Any, device: torch.device, most: int) -> None:
+def allocate(allocator: Any, device: torch.device, most: int, *, drafted: bool = False) -> None:
     """Give pages to as many requests as there may be, with one token and then with two, and take all of them back.
 
     Args:
         allocator: SGLang's allocator, of which nothing is taken.
         most: requests that may run together.
+        drafted: as rounds of drafts do, whose lengths are int32, and which have no decode pass.
     """
+    dtype = torch.int32 if drafted else torch.int64
     for rows in sizes(most):
         # Lengths are wanted on the device and on the host.
-        none, one, two = (torch.full((rows,), length) for length in (0, 1, 2))
-        before = torch.full((rows,), -1, device=device)
+        none, one, two = (torch.full((rows,), length, dtype=dtype) for length in (0, 1, 2))
+        before = torch.full((rows,), -1, dtype=dtype, device=device)
         taken = allocator.alloc_extend(none.to(device), none, one.to(device), one, before, rows)
         if taken is None:  # the pool holds fewer requests
             break
-        more = allocator.alloc_decode(two.to(device), two, taken.to(torch.int32))
-        allocator.free(torch.cat([taken, more]))
+        if not drafted:
+            taken = torch.cat([taken, allocator.alloc_decode(two.to(device), two, taken.to(torch.int32))])
+        allocator.free(taken)
         allocator.clear()
 
 

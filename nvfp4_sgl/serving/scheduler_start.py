@@ -26,6 +26,7 @@ from nvfp4_sgl.serving import (
     update_weights,
 )
 from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend
+from nvfp4_sgl.serving.drafts import first_rounds
 from nvfp4_sgl.serving.drafts import hooks as drafts
 from nvfp4_sgl.serving.drafts.backend import DraftBackend
 from nvfp4_sgl.serving.drafts.dspark_backend import DsparkBackend
@@ -94,6 +95,8 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
         if ours:
             prompt_graphs.capture(scheduler.tp_worker.model_runner)
             first_requests.warm_up(scheduler)
+            if settings.draft_algorithm() is not None:
+                first_rounds.warm_up(scheduler)
             shared_requests.share()
             metrics.watch(scheduler)
         runtime_info.log(scheduler)

@@ -56,6 +56,47 @@ NAMES = {
     "AcceptOuts": Private(
         "sglang.srt.speculative.dspark_components.dspark_verify:AcceptOuts", "what DSpark's rounds give"
     ),
+    "last_slots": Private(
+        "sglang.srt.mem_cache.allocation:get_last_loc",
+        "allocation of a round's slots, for the warm-up, as the next one",
+        "req_to_token, req_pool_indices_tensor, prefix_lens_tensor",
+    ),
+    "write_slots": Private(
+        "sglang.srt.mem_cache.allocation:assign_req_to_token_pool_func",
+        "same",
+        "req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, batch_size",
+    ),
+    "block_slots": Private(
+        "sglang.kernels.ops.speculative.cache_locs:assign_extend_cache_locs_uniform_func",
+        "a kernel around a round, for the warm-up, as the next five",
+        "req_pool_indices, req_to_token, start_offset, batch_size, draft_token_num, device, *, full_v2p, swa_v2p, "
+        "full_out, swa_out, page_size, positions_out, anchor_src, anchor_out",
+    ),
+    "step_slots": Private(
+        "sglang.kernels.ops.speculative.cache_locs:assign_draft_cache_locs_contiguous_func",
+        "same",
+        "req_pool_indices, req_to_token, seq_lens, out_cache_loc, topk, num_cols, positions, mrope",
+    ),
+    "build_chain": Private(
+        "sglang.kernels.ops.speculative.eagle:build_chain_tree",
+        "same",
+        "bonus_tokens, draft_tokens, seq_lens, tree_mask_buf, req_pool_indices, req_to_token, with_mrope",
+    ),
+    "commit_round": Private(
+        "sglang.kernels.ops.speculative.eagle:prepare_verify_commit_outputs",
+        "same",
+        "predict, accept_index, accept_lens, seq_lens, num_draft_tokens, mamba_track_interval",
+    ),
+    "lay_out_extend": Private(
+        "sglang.kernels.ops.speculative.eagle:prepare_draft_extend_layout",
+        "same",
+        "seq_lens, num_draft_tokens, with_mrope",
+    ),
+    "gather_round": Private(
+        "sglang.kernels.ops.speculative.gather_spec_extras:gather_spec_extras",
+        "same",
+        "indices, topk_p_buf, topk_index_buf, output_tokens_buf, hidden_states_buf",
+    ),
     "Sampler": Private("sglang.srt.layers.sampler:Sampler", "samples the rows of a verify pass"),
     "clamp_position": Private(
         "sglang.kernels.ops.attention.clamp_position:clamp_position",
