@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +32,7 @@ from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
-from nvfp4_sgl.targets.fused import compile_ahead, gemm_bf16, gemm_planner
+from nvfp4_sgl.targets.fused import compile_ahead, compile_worker, gemm_bf16, gemm_planner
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.targets.target import descriptor
@@ -85,12 +84,26 @@ def verified(tiny: Path) -> Verified:
     return verify(tiny)
 
 
+def run_here(job: compile_ahead.Job, processes: int) -> None:
+    """In place of ``compile_ahead._run``: no process is started, which would take longer to import than to compile."""
+    runtime_library()  # whose functions an object file resolves
+    with ahead.targeting(job.capability, compile_worker.PROCESSORS):
+        compile_ahead.work(job)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles in this process, for tests of what is compiled, rather than where."""
+    monkeypatch.setattr(compile_ahead, "_run", run_here)
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that holds :data:`SMALLEST_KERNEL`; to be copied."""
     folder = tmp_path_factory.mktemp("library")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "user"))
+        patch.setattr(compile_ahead, "_run", run_here)
         compile_ahead.compile_missing([SMALLEST_KERNEL], [], folder / "library", 90)
     return folder / "library"
 
@@ -184,7 +197,7 @@ def test_what_was_compiled_elsewhere_is_found_by_the_launch(caches: Path) -> Non
     assert hits(lambda: normalise(width=512)) == [False]
 
 
-def test_what_lacks_a_file_is_compiled_again(caches: Path) -> None:
+def test_what_lacks_a_file_is_compiled_again(here: None, caches: Path) -> None:
     """Triton reads none of a kernel's files if one is missing, and would compile it at its launch."""
     (variant,) = noted(normalise)
     compile_ahead.compile_missing([], [variant], caches, 90)
@@ -198,20 +211,20 @@ def test_what_lacks_a_file_is_compiled_again(caches: Path) -> None:
     assert code.exists() and variant.is_compiled and hits(normalise) == [True]
 
 
-def test_what_is_there_is_not_compiled_again(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_is_not_compiled_again(here: None, caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variants, key = noted(normalise), SMALLEST_KERNEL
     folder = compile_ahead.library_folder([key])
     compile_ahead.compile_missing([key], variants, folder, 90)
     assert Library(folder, runtime=runtime_library(), device=0).names == {key.name}
-    monkeypatch.setattr(subprocess, "run", mock.Mock(side_effect=AssertionError("a process")))
+    monkeypatch.setattr(compile_ahead, "_run", mock.Mock(side_effect=AssertionError("compiled")))
     compile_ahead.compile_missing([key], variants, folder, 90)
-    with pytest.raises(AssertionError, match="a process"):
+    with pytest.raises(AssertionError, match="compiled"):
         compile_ahead.compile_missing([key], noted(lambda: normalise(width=512)), folder, 90)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, LIBRARY])
 def test_a_damaged_library_is_compiled_again(
-    name: str, caches: Path, library: Path, caplog: pytest.LogCaptureFixture
+    name: str, here: None, caches: Path, library: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else no server of this user could start any more."""
     key, folder = SMALLEST_KERNEL, compile_ahead.library_folder([SMALLEST_KERNEL])
@@ -224,7 +237,7 @@ def test_a_damaged_library_is_compiled_again(
 
 
 def test_a_library_that_lacks_a_kernel_is_compiled_again(
-    caches: Path, library: Path, caplog: pytest.LogCaptureFixture
+    here: None, caches: Path, library: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As by a second ``nvfp4-sgl build`` into a folder, for other sizes."""
     second = KernelKey("sm_90a", KernelShape(16))
@@ -234,7 +247,7 @@ def test_a_library_that_lacks_a_kernel_is_compiled_again(
     assert "1 of 1 GEMMs are not there: compiling all again" in caplog.text
 
 
-def test_what_is_there_needs_no_cache_folder(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_needs_no_cache_folder(here: None, caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor the lock of one: a process that compiles other kernels is not waited for."""
     variants, key = noted(normalise), KernelKey("sm_90a", KernelShape(8))
     compile_ahead.compile_missing([key], variants, caches / "out", 90)
@@ -254,7 +267,7 @@ def test_what_another_compiled_meanwhile_is_not_compiled_again(caches: Path, mon
     assert not list(found)
 
 
-def test_the_log_names_what_is_compiled(caches: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_what_is_compiled(here: None, caches: Path, caplog: pytest.LogCaptureFixture) -> None:
     """So that kernels which an earlier compilation had not foreseen are seen by name."""
     variants = noted(normalise)
     with caplog.at_level("INFO", compile_ahead.logger.name):
@@ -264,7 +277,9 @@ def test_the_log_names_what_is_compiled(caches: Path, caplog: pytest.LogCaptureF
     assert len(named) == 1 and named[0].endswith(f"; {variants[0].name} {len(variants)}")
 
 
-def test_what_another_build_of_triton_compiled_is_not_there(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_build_of_triton_compiled_is_not_there(
+    here: None, caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One for another Python has the same version, and its own keys."""
     variants = noted(normalise)
     compile_ahead.compile_missing([], variants, caches, 90)
