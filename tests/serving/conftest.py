@@ -80,7 +80,7 @@ def watched_arguments(
         "PYTHONPATH": str(FAULTS),
         "PLANTED_FAULT": "nan, slow",
         "PLANTED_NAN": str(planted_nan),
-        "SLOW_SECONDS": str(SLOW_SECONDS),
+        "PLANTED_SECONDS": str(SLOW_SECONDS),
     }
     return tiny_checkpoints("nvfp4-full"), ("--enable-metrics",), environment
 

@@ -26,6 +26,10 @@ MODULES = (
 )
 """Imported before a fork: what a server's processes import at or after the loading of plugins."""
 
+FAULTS = Path(__file__).with_name("planted_faults")
+PLANTED = "PLANTED_"
+"""What the names of variables of planted faults begin with."""
+
 POLL_SECONDS = 0.05
 MOST_IDLE = 3
 """Templates that are kept while no process of theirs runs; each holds 700 MB."""
@@ -175,7 +179,8 @@ def launch(
     has_one_thread = environment.get("OMP_NUM_THREADS") == "1"
     with log.open("wb") as output:
         if has_one_thread and not fresh and not torch.cuda.is_available():
-            return TEMPLATES.fork(arguments, log, directory, environment, late or {}, modules)
+            shared, planted = _without_faults(environment)
+            return TEMPLATES.fork(arguments, log, directory, shared, {**planted, **(late or {})}, modules)
         return subprocess.Popen(
             [sys.executable, "-m", "sglang.launch_server", *arguments],
             stdout=output,
@@ -185,3 +190,13 @@ def launch(
             env={**environment, **(late or {})},
             start_new_session=True,
         )
+
+
+def _without_faults(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """``environment`` without planted faults, and the variables that plant them, which a fork does by itself."""
+    first, *others = environment.get("PYTHONPATH", "").split(os.pathsep)
+    if Path(first).resolve() != FAULTS.resolve():
+        return dict(environment), {}
+    planted = {name: value for name, value in environment.items() if name.startswith(PLANTED) or name == "PYTHONPATH"}
+    shared = {name: value for name, value in environment.items() if name not in planted}
+    return shared | ({"PYTHONPATH": os.pathsep.join(others)} if others else {}), planted

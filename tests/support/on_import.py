@@ -43,7 +43,10 @@ class _Patcher:
 
 
 def patch_on_import(patches: Mapping[str, Patch]) -> None:
-    """Call each patch with its module, by name, right after the module's code has run."""
+    """Call each patch with its module, by name, right after the module's code has run: at once if it has."""
+    for name, patch in patches.items():
+        if name in sys.modules:
+            patch(sys.modules[name])
     sys.meta_path.insert(0, _Patcher(patches))
 
 

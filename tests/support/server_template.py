@@ -14,7 +14,8 @@ process as it would be of itself:
 
 The environment is that of this process, since modules read theirs when they are imported. Otherwise than in a server
 that starts of itself, all processes of one template share the seed of ``hash``, and what a process imports here cannot
-see the variables that its launcher sets for it. So some servers start of themselves.
+see the variables that its launcher sets for it. So some servers start of themselves. Planted faults are made after the
+fork, before the launcher and its twin part: servers with faults and without are forked from one process.
 
 Requests and answers are JSON lines on stdin and stdout.
 """
@@ -49,6 +50,7 @@ PACKAGES = (
 
 Not ``prometheus_client``: it reads, when it is imported, a variable that the launcher sets.
 """
+FAULTS = Path(__file__).with_name("planted_faults") / "sitecustomize.py"
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 SET_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36
 """Options of ``prctl``."""
@@ -103,6 +105,8 @@ def run_launcher(request: dict[str, Any]) -> None:
     os.chdir(request["directory"])
     sys.path[0] = request["directory"]  # as ``python -m`` does
     os.environ.update(request["environment"])
+    if "PLANTED_FAULT" in request["environment"]:
+        runpy.run_path(str(FAULTS))
     reseed()
     launcher, twin = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.getpid()

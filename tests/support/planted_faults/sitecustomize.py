@@ -226,16 +226,16 @@ def _blocks(model):
     model.DsparkForCausalLM.forward, model.DsparkForCausalLM.compute_base_logits = forward_noted, planted_logits
 
 
-def _rounds(model):
+def _rounds(hooks):
     """Append to the file that PLANTED_ROUNDS names a line of each round: (length, rows) of each request."""
-    file, original = Path(os.environ["PLANTED_ROUNDS"]), model.accept
+    file, original = Path(os.environ["PLANTED_ROUNDS"]), hooks.DSPARK_HOOKS["accept_block"]
 
     def accept(call, executor, *, verify_ids_2d, prefix_lens, **rest):
         with file.open("a") as lines:
             print(json.dumps([*zip(prefix_lens.tolist(), verify_ids_2d.tolist(), strict=True)]), file=lines)
         return original(call, executor, verify_ids_2d=verify_ids_2d, prefix_lens=prefix_lens, **rest)
 
-    model.accept = accept
+    hooks.DSPARK_HOOKS["accept_block"] = accept
 
 
 def _full_pool(module):
@@ -254,12 +254,12 @@ def _full_pool(module):
 
 
 def _slow(original):
-    """``original``, which takes SLOW_SECONDS longer where its text says so. It prints that, and holds no lock."""
+    """``original``, which takes PLANTED_SECONDS longer where its text says so. It prints that, and holds no lock."""
 
     def slow(self, text, *args, **kwargs):
         if "slow" in str(text):
             print("planted: a slow text", flush=True)
-            time.sleep(float(os.environ["SLOW_SECONDS"]))
+            time.sleep(float(os.environ["PLANTED_SECONDS"]))
         return original(self, text, *args, **kwargs)
 
     return slow
@@ -278,7 +278,7 @@ FAULTS = {
     "nan": {"nvfp4_sgl.serving.model": _nan_streams},
     "guesses": {"nvfp4_sgl.serving.drafts.model": _guesses, "nvfp4_sgl.serving.drafts.dspark_model": _blocks},
     "full pool": {"sglang.srt.managers.schedule_batch": _full_pool},
-    "rounds": {"nvfp4_sgl.serving.drafts.dspark_accept": _rounds},
+    "rounds": {"nvfp4_sgl.serving.drafts.hooks": _rounds},
     "nan logits": {"nvfp4_sgl.serving.model": _nan_logits},
     "nan rows": {"nvfp4_sgl.serving.model": _nan_rows},
     "share": {"nvfp4_sgl.serving.model": _lost_share},
