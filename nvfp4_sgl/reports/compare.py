@@ -8,6 +8,8 @@ Names may differ (DeepSeek's, transformers') and so may storages. A matrix is on
   (:mod:`.thresholds`).
 
 Tensors that are not matrices (norms, router, embedding, …) must be equal, whatever their dtypes.
+
+Drafts (``mtp.``) are compared so, too, where both checkpoints bundle one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -24,11 +27,10 @@ from torch.nn import functional
 from nvfp4_sgl.checkpoint.classes import MatrixClass, layer_of
 from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.names import TensorSpec, tensor_specs
-from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.sweep import Sweep, available_cores, row_ranges
 from nvfp4_sgl.checkpoint.verified import Verified
-from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.errors import CheckpointError, Nvfp4SglError
 from nvfp4_sgl.formats import ue8m0
 from nvfp4_sgl.formats.nvfp4 import BLOCK
 from nvfp4_sgl.reports.thresholds import Thresholds
@@ -104,7 +106,9 @@ class Comparison:
     Attributes:
         tensors, equal_tensors: those that are not matrices.
         missing, extra: logical tensors that the source alone has, and that it has not.
-        problems: all that is not accepted, those of single matrices among them.
+        problems: all that is not accepted, those of single matrices and of the draft among them.
+        draft: the drafts of both; ``None`` unless each has one.
+        undrafted: the checkpoint that has no draft where the other has one.
     """
 
     thresholds: Thresholds
@@ -114,6 +118,13 @@ class Comparison:
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     problems: list[Finding] = field(default_factory=list)
+    draft: Comparison | None = None
+    undrafted: Path | None = None
+
+    @property
+    def all_matrices(self) -> list[Compared]:
+        """Those of the draft included."""
+        return [*self.matrices, *(self.draft.matrices if self.draft is not None else [])]
 
 
 def compare(
@@ -127,14 +138,44 @@ def compare(
     """Compare ``ours`` with the ``source`` that it was made from.
 
     A thread holds :data:`CHUNK_VALUES` values of a matrix, decoded, a few times over, and two fp32 numbers for each
-    block of the whole matrix.
+    block of the whole matrix. A draft of ``ours`` that is not complete is left out: its inspection says so.
 
     Args:
         threads: the cores of this process unless given.
         progress: where progress lines go after five seconds; stderr unless given.
+
+    Raises:
+        CheckpointError, ConfigError: the draft of ``source`` is not complete.
     """
-    result = Comparison(thresholds or Thresholds())
-    mine, theirs = tensor_specs(ours.config), tensor_specs(source.config)
+    try:
+        draft = ours.draft()
+    except Nvfp4SglError:
+        drafts = None
+    else:
+        drafts = draft, source.draft()
+    limits, running = thresholds or Thresholds(), (threads or available_cores(), progress)
+    worker = _Worker(ours, source, limits)
+    result = _compare(worker, tensor_specs(ours.config), tensor_specs(source.config), *running)
+    if drafts is not None:
+        mine, theirs = drafts
+        if mine is not None and theirs is not None:
+            worker = _Worker(ours, source, limits, of_draft=True)
+            result.draft = _compare(worker, mine.specs, theirs.specs, *running)
+            result.problems += result.draft.problems
+        elif mine is not None or theirs is not None:
+            result.undrafted = (ours if mine is None else source).inventory.directory
+    return result
+
+
+def _compare(
+    worker: _Worker,
+    mine: Mapping[str, TensorSpec],
+    theirs: Mapping[str, TensorSpec],
+    threads: int,
+    progress: TextIO | None,
+) -> Comparison:
+    """Compare the logical tensors ``mine`` with ``theirs``, by stem or name."""
+    result = Comparison(worker.thresholds)
     result.missing = [spec.key for name, spec in theirs.items() if name not in mine]
     result.extra = [spec.key for name, spec in mine.items() if name not in theirs]
     result.problems += [Finding(name, "missing", "is missing: the source has it") for name in result.missing]
@@ -146,14 +187,13 @@ def compare(
             result.problems.append(Finding(spec.key, "shape", said))
         elif name in theirs:
             specs.append(spec)
-    worker = _Worker(ours, source, result.thresholds)
     worker.sweep = Sweep(
         [worker.ours, worker.source],
         sum(map(worker.nbytes, specs)),
-        f"comparing with {source.inventory.directory}",
+        worker.doing,
         progress,
     )
-    for spec, found in zip(specs, worker.sweep.run(worker.examine, specs, threads or available_cores()), strict=True):
+    for spec, found in zip(specs, worker.sweep.run(worker.examine, specs, threads), strict=True):
         if isinstance(found, Compared):
             result.matrices.append(found)
             if found.problem is not None:
@@ -188,11 +228,11 @@ class _Worker:
 
     sweep: Sweep
 
-    def __init__(self, ours: Verified, source: Verified, thresholds: Thresholds):
+    def __init__(self, ours: Verified, source: Verified, thresholds: Thresholds, *, of_draft: bool = False):
         self._verified = ours, source
-        self._thresholds = thresholds
-        self.ours: CheckpointReader = ours.reader()
-        self.source: CheckpointReader = source.reader()
+        self.thresholds = thresholds
+        self.doing = f"comparing {'the draft ' if of_draft else ''}with {source.inventory.directory}"
+        self.ours, self.source = (each.draft_reader() if of_draft else each.reader() for each in self._verified)
 
     def nbytes(self, spec: TensorSpec) -> int:
         """Bytes that both checkpoints hold of a logical tensor."""
@@ -201,7 +241,7 @@ class _Worker:
     def examine(self, spec: TensorSpec) -> Compared | Finding | None:
         """Compare a matrix; of another tensor, return its fault."""
         try:
-            return self._matrix(spec.name) if spec.role.is_matrix else self._tensor(spec)
+            return self._matrix(spec) if spec.role.is_matrix else self._tensor(spec)
         except CheckpointError as error:
             return Finding(spec.key, "value", str(error))
 
@@ -227,12 +267,13 @@ class _Worker:
         text = f"must equal the source's: {different} of {rows * width} values differ, by {largest:.3g} at most"
         return Finding(spec.name, "differs", text)
 
-    def _matrix(self, stem: str) -> Compared:
+    def _matrix(self, spec: TensorSpec) -> Compared:
+        stem = spec.name
         (n, k), storages = self.ours.matrix_shape(stem), (self.ours.storage(stem), self.source.storage(stem))
         tolerance = (
             RECIPROCAL_ERROR if (Storage.NVFP4_COMPRESSED in storages and storages[0] is not storages[1]) else 0.0
         )
-        nbytes = self.nbytes(self._verified[0].summary.specs[stem])
+        nbytes = self.nbytes(spec)
         if (storages[0] is storages[1] and self._has_same_bytes(stem)) or (
             storages == (Storage.NVFP4, Storage.MXFP4) and self._is_exact_cast(stem)
         ):
@@ -306,20 +347,20 @@ class _Worker:
         )
 
     def _problem(self, compared: Compared, error: Tensor, accepted: Tensor) -> str | None:
-        if compared.lossless and not compared.is_equal and not self._thresholds.lossy:
+        if compared.lossless and not compared.is_equal and not self.thresholds.lossy:
             row, block = divmod(int((error > accepted).flatten().int().argmax()), error.shape[1])
             return (
                 f"{compared.source_storage.value} fits {compared.storage.value} without loss, but"
                 f" {compared.blocks - compared.equal_blocks} of {compared.blocks} blocks differ, the first at row"
                 f" {row}, column {block * BLOCK} (--lossy accepts what is within the bounds)"
             )
-        if not compared.rms <= self._thresholds.rms:
-            return f"relative RMS error {compared.rms:.4g}, expected at most {self._thresholds.rms:g}"
+        if not compared.rms <= self.thresholds.rms:
+            return f"relative RMS error {compared.rms:.4g}, expected at most {self.thresholds.rms:g}"
         worst = compared.worst
-        if not worst.error <= self._thresholds.block:
+        if not worst.error <= self.thresholds.block:
             return (
                 f"an error of {worst.error:.3g} of the block's largest value at row {worst.row}, column {worst.column},"
-                f" expected at most {self._thresholds.block:g}"
+                f" expected at most {self.thresholds.block:g}"
             )
         return None
 

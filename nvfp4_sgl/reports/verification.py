@@ -128,7 +128,7 @@ class Verification:
             return f"WRONG, {counted(len(problems), 'problem')}"
         if self.comparison is None:
             return "right: tensors, configuration and values"
-        matrices = self.comparison.matrices
+        matrices = self.comparison.all_matrices
         equal = sum(matrix.is_equal for matrix in matrices)
         if equal == len(matrices):
             return f"right, and every value is that of {self.source}"
@@ -153,7 +153,18 @@ class Verification:
         return [
             *([f"{proved} ({blocks} of 16)"] if lossless else []),
             f"other tensors: {comparison.equal_tensors} of {comparison.tensors} equal",
+            *self._draft_line(comparison),
         ]
+
+    def _draft_line(self, comparison: Comparison) -> list[str]:
+        """The line on drafts, if there is one anywhere."""
+        if comparison.undrafted is not None:
+            return [f"draft: not compared, since {comparison.undrafted} has none"]
+        if comparison.draft is None:
+            return []
+        equal = sum(matrix.is_equal for matrix in comparison.draft.matrices)
+        matrices = f"{equal} of {counted(len(comparison.draft.matrices), 'matrix')}"
+        return [f"draft: {matrices} and {comparison.draft.equal_tensors} of {comparison.draft.tensors} others equal"]
 
     def _comparison(self, comparison: Comparison) -> dict[str, Any]:
         return {
@@ -175,6 +186,7 @@ class Verification:
                 for key, errors in self.classes().items()
             ],
             "tensors": {"compared": comparison.tensors, "equal": comparison.equal_tensors},
+            "draft": None if comparison.draft is None else _draft(comparison.draft),
             "missing": comparison.missing,
             "extra": comparison.extra,
             "matrices": [_matrix(matrix) for matrix in comparison.matrices],
@@ -210,6 +222,19 @@ def verify_checkpoint(
     if original is not None:
         comparison = compare(ours, original, thresholds, threads=threads, progress=progress)
     return Verification(directory, source, inspection, comparison)
+
+
+def _draft(comparison: Comparison) -> dict[str, Any]:
+    matrices = comparison.matrices
+    return {
+        "matrices": len(matrices),
+        "equal_matrices": sum(matrix.is_equal for matrix in matrices),
+        "rms_max": number(max((matrix.rms for matrix in matrices), default=0.0)),
+        "worst_block": number(max((matrix.worst.error for matrix in matrices), default=0.0)),
+        "tensors": {"compared": comparison.tensors, "equal": comparison.equal_tensors},
+        "missing": comparison.missing,
+        "extra": comparison.extra,
+    }
 
 
 def _matrix(matrix: Compared) -> dict[str, Any]:
