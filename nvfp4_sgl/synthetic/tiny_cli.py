@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nvfp4_sgl.arguments import add_json, add_output, add_seed, print_json
+from nvfp4_sgl.checkpoint.drafts import DraftKind
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, TinyNames, bundled_draft, tiny_config
 from nvfp4_sgl.synthetic.tiny_folder import require_replaceable
@@ -87,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     }
     shown = None if args.no_check else try_out.try_out(args.output, args.seed)
     serve = f"python -m sglang.launch_server --model-path {shlex.quote(str(args.output))}"
+    if draft not in (None, TinyDraft.NONE):  # one that was asked for is there to draft
+        serve += f" --speculative-algorithm {DraftKind[draft.name].algorithm}"
     if args.json:
         print_json(made | {"check": shown and asdict(shown), "next": serve})
     else:

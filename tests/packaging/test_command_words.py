@@ -14,6 +14,7 @@ import pytest
 
 from nvfp4_sgl import cli
 from nvfp4_sgl.arguments import named_here, print_json
+from nvfp4_sgl.checkpoint.drafts import DraftKind
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from tests.packaging.checkout import ROOT
 
@@ -152,6 +153,23 @@ def test_tiny_shows_that_what_it_wrote_works(tmp_path: Path, capsys: pytest.Capt
     assert f"next: python -m sglang.launch_server --model-path '{tmp_path / 'a b'}'" in out
     assert cli.main([*command, "--force", "--no-check"]) == 0
     assert "generated" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("draft", "flag"),
+    [((), ""), (("--draft", "none"), "")]
+    + [
+        (("--draft", kind.lower()), f" --speculative-algorithm {DraftKind[kind].algorithm}")
+        for kind in ("MTP", "DSPARK")
+    ],
+)
+def test_tiny_says_how_to_draft_with_what_was_asked_for(
+    draft: tuple[str, ...], flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = (f"--set={name}={value}" for name, value in SIZES.items())
+    assert cli.main(["tiny", str(tmp_path / "tiny"), *sizes, "--no-check", *draft]) == 0
+    serve = f"python -m sglang.launch_server --model-path {tmp_path / 'tiny'}{flag}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"next: {serve}"
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
