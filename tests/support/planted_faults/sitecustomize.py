@@ -195,16 +195,16 @@ def _nan_rows(model):
 def _blocks(model):
     """The same of DSpark's draft, whose pass guesses what follows each position of a block.
 
-    Where graphs run its passes, the target's over a prompt reads the file.
+    Where graphs run its passes, the target's over a prompt reads the file, whether a graph stands for its body or not.
     """
     target = importlib.import_module("nvfp4_sgl.serving.model").DeepseekV4ForCausalLM
-    planted, feed = _Planted(), target._feed_context
+    planted, run = _Planted(), target.forward
     guesses: list[Any] = []
     forward, logits = model.DsparkForCausalLM.forward, model.DsparkForCausalLM.compute_base_logits
 
-    def feed_and_read(self, walk, plan):
-        planted.read(walk.streams.device)
-        feed(self, walk, plan)
+    def run_and_read(self, input_ids, positions, forward_batch, input_embeds=None):
+        planted.read(input_ids.device)
+        return run(self, input_ids, positions, forward_batch, input_embeds)
 
     def forward_noted(self, input_ids, positions, forward_batch, input_embeds=None):
         planted.read(input_ids.device)
@@ -222,7 +222,7 @@ def _blocks(model):
         found, features = logits(self, hidden)
         return planted.over(found, torch.stack(guesses, dim=1).flatten()), features
 
-    target._feed_context = feed_and_read
+    target.forward = run_and_read
     model.DsparkForCausalLM.forward, model.DsparkForCausalLM.compute_base_logits = forward_noted, planted_logits
 
 
