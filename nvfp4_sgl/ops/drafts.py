@@ -59,7 +59,7 @@ def draft_greedily(base: Tensor, anchor: Tensor, w1: Tensor, w2: Tensor) -> Tens
 
 
 class Accepted(NamedTuple):
-    """What a round of B requests with n rows each accepts.
+    """The rows that a round of B requests with n rows each accepts.
 
     Attributes:
         lengths: int32 [B], accepted rows, 1 to n: those in front of the first wrong guess.
