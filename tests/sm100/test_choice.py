@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from nvfp4_sgl.config import ModelConfig
@@ -23,8 +25,12 @@ from tests.support.released import FLASH, PRO, config_json
 TOKENS = (1, 5, 8, 17, 64, 65, 300, 1024, 8192)
 
 
+@functools.cache
 def model_products() -> list[GemmSpec]:
-    """Products of Flash and Pro on 1, 2, 4 and 8 ranks."""
+    """Products of Flash and Pro on 1, 2, 4 and 8 ranks.
+
+    Listed by the first test that asks, which takes seconds: every worker of a run imports this file.
+    """
     configs = [ModelConfig.from_dict(config_json(base)) for base in (FLASH, PRO)]
     found = [product for config in configs for ranks in (1, 2, 4, 8) for product in distinct_gemms(config, ranks)]
     return list(dict.fromkeys(found))
@@ -42,11 +48,8 @@ def chosen(product: GemmSpec, tokens: int) -> tuple[KernelShape, Problem]:
     return shape, Problem(*size, pairs, product.groups, product.gated, True, output, shared)
 
 
-PRODUCTS = model_products()
-
-
 def test_no_choice_is_modelled_faster_than_the_floor() -> None:
-    for product in PRODUCTS:
+    for product in model_products():
         for tokens in TOKENS:
             shape, problem = chosen(product, tokens)
             found = cost(shape, problem)
@@ -56,8 +59,8 @@ def test_no_choice_is_modelled_faster_than_the_floor() -> None:
 
 
 def test_every_product_of_the_model_is_supported() -> None:
-    assert len(PRODUCTS) > 40
-    for product in PRODUCTS:
+    assert len(model_products()) > 40
+    for product in model_products():
         assert product.k % 64 == 0 and product.features % 32 == 0 and product.groups <= MAX_GEMM_EXPERTS, product
         for tokens in TOKENS:
             shape, _ = chosen(product, tokens)
@@ -70,7 +73,7 @@ def test_every_product_of_the_model_is_supported() -> None:
 @pytest.mark.parametrize("tokens", range(1, 65))
 def test_decode_takes_the_narrowest_tile(tokens: int) -> None:
     expected = min(tile for tile in TOKEN_TILES if tile >= tokens)
-    for product in PRODUCTS:
+    for product in model_products():
         if not product.experts_per_token:
             assert choose_gemm(product.features, product.k, tokens, product.groups).token_tile == expected
 
@@ -138,7 +141,7 @@ def test_rows_quantised_for_another_tile_get_the_best_kernel_for_it(token_tile: 
 
 def test_the_layout_of_scales_follows_from_the_tokens_alone() -> None:
     for tokens in TOKENS:
-        tiles = {chosen(product, tokens)[0].token_tile for product in PRODUCTS if not product.experts_per_token}
+        tiles = {chosen(product, tokens)[0].token_tile for product in model_products() if not product.experts_per_token}
         assert len(tiles) == 1 or min(tiles) >= 128
 
 
