@@ -1,4 +1,4 @@
-"""What SGLang launches beside the graphs of a round of drafts, for the warm-up. B requests, n rows each."""
+"""Launches of SGLang beside the graphs of a round of drafts, for the warm-up. B requests, n rows each."""
 
 from __future__ import annotations
 
