@@ -145,8 +145,12 @@ def test_blocks_that_fit(
     checkpoints: dict[str, Verified],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Five tokens unless another number is given; SGLang is told a row more, and to draft greedily."""
+    """Five tokens unless another number is given; SGLang is told a row more, to draft greedily, and to launch less."""
     monkeypatch.setenv(GREEDY_DRAFT, "")
+    one, other = dspark_checks.INPUTS_ONCE, dspark_checks.ROWS_IN_GRAPH
+    monkeypatch.setenv(one, "0")  # who sets it has it
+    monkeypatch.setenv(other, "")
+    monkeypatch.delenv(other)
     verified = checkpoints["dspark"]
     given = {"speculative_dspark_block_size": block, "speculative_num_draft_tokens": tokens}
     given = NOTHING | {"speculative_algorithm": "dspark", "model_path": verified.inventory.directory} | given
@@ -155,7 +159,7 @@ def test_blocks_that_fit(
     checks.prepare_environment(given)
     one_step = {"speculative_num_steps": 1, "speculative_eagle_topk": 1}
     assert checks.declared(given, verified) == DSPARK | one_step | {"speculative_num_draft_tokens": rows}
-    assert os.environ[GREEDY_DRAFT] == "1"
+    assert os.environ[GREEDY_DRAFT] == os.environ[other] == "1" and os.environ[one] == "0"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from nvfp4_sgl.serving import first_requests
 from nvfp4_sgl.serving.drafts import first_rounds
-from nvfp4_sgl.serving.sglang import rounds
+from nvfp4_sgl.serving.drafts.dspark_checks import INPUTS_ONCE
+from nvfp4_sgl.serving.sglang import rounds, settings
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.logits.accept import accept_guesses
 
@@ -72,7 +73,13 @@ def round_of_blocks(requests: int) -> None:
     from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_uniform_func
 
     owners, lengths, tokens = torch.arange(requests), torch.full((requests,), 9), torch.zeros(requests, ROWS).long()
-    assign_extend_cache_locs_uniform_func(owners, TABLE, lengths, requests, ROWS, "cpu")
+    once = settings.environment_flag(INPUTS_ONCE)
+    given = {
+        "positions_out": torch.empty(requests, ROWS).long(),
+        "anchor_src": tokens[:, 0].contiguous(),
+        "anchor_out": torch.empty(MOST, ROWS - 1).long()[:requests],
+    }
+    assign_extend_cache_locs_uniform_func(owners, TABLE, lengths, requests, ROWS, "cpu", **(given if once else {}))
     accept_guesses(tokens, tokens, lengths)
 
 
@@ -118,6 +125,12 @@ def lacking(kind: str, *requests: int) -> set[str]:
             run(count)
     assert needed
     return {name for name, _ in needed - warm}
+
+
+@pytest.mark.parametrize("once", ["0", "1"])
+def test_blocks_with_and_without_slots_in_one_launch(once: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INPUTS_ONCE, once)
+    assert not lacking("DSPARK", 1, 2, 17)
 
 
 @pytest.mark.parametrize("kind", KINDS)

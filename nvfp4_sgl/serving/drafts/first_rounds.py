@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.serving import first_requests
+from nvfp4_sgl.serving.drafts.dspark_checks import INPUTS_ONCE
 from nvfp4_sgl.serving.sglang import rounds, scheduling, settings
 from nvfp4_sgl.triton_kernels.logits import accept
 
@@ -53,7 +54,7 @@ def give_slots(table: Tensor, most: int) -> None:
 def verify_block(table: Tensor, rows: int) -> None:
     """Around the verify pass of a round of DSpark's, of ``rows`` rows a request."""
     owners, lengths, tokens = _round(table, rows)
-    rounds.read_block_slots(table, owners, lengths, rows)
+    rounds.read_block_slots(table, owners, lengths, rows, once=settings.environment_flag(INPUTS_ONCE))
     accept.accept_guesses(tokens, tokens, lengths)
 
 

@@ -18,8 +18,9 @@ def write_slots(table: Tensor, requests: Tensor, starts: Tensor, ends: Tensor, s
     find("write_slots")(requests, table, starts, ends, slots, len(requests))
 
 
-def read_block_slots(table: Tensor, requests: Tensor, lengths: Tensor, rows: int) -> None:
-    """DSpark's slots of a round's rows behind ``lengths``, int64 [B]."""
+def read_block_slots(table: Tensor, requests: Tensor, lengths: Tensor, rows: int, *, once: bool) -> None:
+    """DSpark's slots of a round's rows behind ``lengths``, int64 [B]; ``once``: and positions and the decided token."""
+    block = torch.empty(len(requests), rows - 1, dtype=torch.int64, device=table.device)
     find("block_slots")(
         req_pool_indices=requests,
         req_to_token=table,
@@ -27,6 +28,9 @@ def read_block_slots(table: Tensor, requests: Tensor, lengths: Tensor, rows: int
         batch_size=len(requests),
         draft_token_num=rows,
         device=table.device,
+        positions_out=torch.empty(len(requests), rows, dtype=torch.int64, device=table.device) if once else None,
+        anchor_src=lengths if once else None,
+        anchor_out=block if once else None,
     )
 
 
