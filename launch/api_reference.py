@@ -121,6 +121,7 @@ PAGES = {
             "triton_kernels.entries.kv_entry",
             "triton_kernels.entries.index_entry",
             "triton_kernels.plan.resolve",
+            "triton_kernels.plan.relay",
             "triton_kernels.logits.greedy",
             "triton_kernels.logits.accept",
         ),

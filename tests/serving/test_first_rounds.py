@@ -19,6 +19,7 @@ from nvfp4_sgl.serving.drafts.dspark_checks import INPUTS_ONCE
 from nvfp4_sgl.serving.sglang import rounds, settings
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.logits.accept import accept_guesses
+from nvfp4_sgl.triton_kernels.plan.relay import Left, keep_rows
 
 ROWS, MOST, HIDDEN = 4, 40, 256
 TABLE = torch.zeros(MOST, 1024, dtype=torch.int32)
@@ -103,6 +104,10 @@ def round_of_chains(requests: int) -> None:
         chain = eagle.build_chain_tree(token, guesses, lengths, MASK, req_pool_indices=owners, req_to_token=TABLE)
     tokens = chain[5].view(requests, ROWS)
     accepted, _, places, answers, *_ = accept_guesses(tokens, tokens, lengths)
+    rows = torch.zeros(MOST, HIDDEN, dtype=torch.bfloat16)
+    kept = Left(torch.zeros(MOST).long(), torch.zeros(MOST, 1).long(), torch.zeros(MOST, 1), rows)
+    for token in (decided, decided.int()):
+        keep_rows(owners, Left(token, guess, torch.ones(requests, 1), rows[:requests].clone()), kept)
     eagle.prepare_verify_commit_outputs(answers.flatten(), places, accepted, lengths, num_draft_tokens=ROWS)
     eagle.prepare_draft_extend_layout(lengths, ROWS, False)
 

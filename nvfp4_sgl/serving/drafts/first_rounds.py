@@ -1,8 +1,8 @@
 """Compiles, before the server is ready, what the first rounds of drafts on a GPU would otherwise wait for.
 
-Beside its graphs a round launches Triton kernels, which are compiled at their first call: one of ours, which accepts
-(:mod:`nvfp4_sgl.triton_kernels.logits.accept`), and SGLang's. Those that give slots to requests are compiled again for
-powers of two of requests; the others take any number.
+Beside its graphs a round launches Triton kernels, which are compiled at their first call: ours, which accept and keep
+(:mod:`nvfp4_sgl.triton_kernels.logits.accept`, :mod:`nvfp4_sgl.triton_kernels.plan.relay`), and SGLang's. Those that
+give slots to requests are compiled again for powers of two of requests; the others take any number.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from nvfp4_sgl.serving import first_requests
 from nvfp4_sgl.serving.drafts.dspark_checks import INPUTS_ONCE
 from nvfp4_sgl.serving.sglang import rounds, scheduling, settings
 from nvfp4_sgl.triton_kernels.logits import accept
+from nvfp4_sgl.triton_kernels.plan.relay import Left, keep_rows
 
 REQUESTS = 2
 """Of a round whose kernels take any number."""
@@ -65,11 +66,15 @@ def verify_chain(table: Tensor, rows: int, mask: Tensor, hidden: int) -> None:
         mask: of the target's backend. hidden: values of a token's streams.
     """
     owners, lengths, tokens = _round(table, rows)
+    streams = torch.zeros(len(owners), hidden, dtype=torch.bfloat16, device=table.device)
     rounds.gather(owners, hidden)
     rounds.read_step_slots(table, owners, lengths, rows)
     for dtype in (torch.int64, torch.int32):  # behind a prompt, and behind a round
         rounds.build_chain(table, owners, lengths, owners.to(dtype), tokens[:, 1:].contiguous(), mask)
     accepted, _, places, answers, _, _ = accept.accept_guesses(tokens, tokens, lengths)
+    kept = Left(lengths, lengths[:, None], torch.ones(len(owners), 1, device=table.device), streams)
+    for token in (lengths, accepted):
+        keep_rows(torch.arange(len(owners), device=table.device), kept._replace(token=token), kept)
     rounds.commit(answers, places, accepted, lengths)
     rounds.lay_out(lengths, rows)
 

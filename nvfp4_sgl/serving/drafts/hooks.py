@@ -8,6 +8,7 @@ draft_extend_backend  everywhere   the backend of draft extend is ours, and its 
 sample_round          everywhere   penalties, masks, seeds and rows that are not finite, row by row
 round_logprobs        everywhere   a row that is not finite has no token
 clear_rejected        everywhere   our compressors read no row of a rejected token
+keep_round            everywhere   five launches, of which a GPU makes one
 build_tree            on the CPU   SGLang's kernel builds the chain on a GPU
 draft_slots           on the CPU   same, of the slots that the steps write
 bonus_tokens          on the CPU   same, of the last token of a round
@@ -25,7 +26,7 @@ verify_block          DSpark       penalties row by row
 accept_block          DSpark       as sample_round
 ====================  ===========  ==================================================================================
 
-Of the others, those of steps, trees and rejected rows are EAGLE's alone.
+Of the others, those of steps, trees, rejected rows and kept rounds are EAGLE's alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nvfp4_sgl.serving.drafts import accept, backend, chain, dspark_accept, dspark_backend, dspark_context
+from nvfp4_sgl.serving.drafts import accept, backend, chain, dspark_accept, dspark_backend, dspark_context, relay
 
 Hooks = dict[str, Callable[..., Any]]
 
@@ -45,6 +46,7 @@ EAGLE_HOOKS: Hooks = {
     "draft_extend_backend": backend.create_extend_backend,
     "sample_round": accept.sample_round,
     "clear_rejected": chain.keep_rows,
+    "keep_round": relay.keep_round,
 }
 DSPARK_HOOKS: Hooks = {
     "draft_worker": dspark_backend.create_worker,

@@ -422,6 +422,11 @@ HOOKS = {
         "a kernel, for compressors that read rows of rejected tokens",
         "self, req_pool_indices, seq_lens, accept_lens, num_draft_tokens",
     ),
+    "keep_round": Private(
+        "sglang.srt.managers.overlap_utils.FutureMap.stash",
+        "five launches, to keep by request slot what a round leaves",
+        "self, future_indices, payload",
+    ),
     "sample_round": Private(
         "sglang.srt.speculative.eagle_utils.eagle_sample",
         "takes the same penalties for all tokens of a round, forgets min_p, and needs kernels above temperature 0",
