@@ -38,6 +38,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "metadata": {"CONTEXTS": {"1k": 1024}, "DECODING": (1, 3), "PROMPT": 200, "SLOTS": 1 << 14},
     "quantize": {"TOKENS": TOKENS},
     "rope": {"TOKENS": TOKENS, "CONTEXT": 1024},
+    "rounds": {"REQUESTS": TOKENS, "STREAMS": {"small": 64}},
     "routing": {"MODELS": {"small": (256, 32)}, "TOKENS": TOKENS, "LOGITS_TOKENS": TOKENS},
     "streams": {"WIDTHS": {"small": 512}, "TOKENS": TOKENS},
     "swiglu": {"TOKENS": TOKENS, "WIDTHS": {"small": (256, 128)}},
