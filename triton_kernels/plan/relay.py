@@ -38,7 +38,7 @@ COPIED = (torch.int64, torch.float32, torch.bfloat16)
 
 
 class Left(NamedTuple):
-    """What a round leaves of B requests, or what is kept of S slots, with S for B.
+    """Values that a round leaves of B requests, or that are kept of S slots, with S for B.
 
     Attributes:
         token: int64 [B], the last token, or int32 where it is given. guess: int64 [B, 1], the token behind it.

@@ -1,4 +1,4 @@
-"""What a round of drafts launches between its graphs: acceptance, and what is kept for the next round.
+"""Launches of a round of drafts between its graphs: acceptance, and what is kept for the next round.
 
 Peer: torch's operators.
 """

@@ -60,7 +60,7 @@ def lay_out(lengths: Tensor, rows: int) -> None:
 
 
 def gather(requests: Tensor, hidden: int) -> None:
-    """What the round before has left for the draft: a guess with its probability, a token and bf16 [hidden]."""
+    """Values that the round before has left for the draft: a guess with its probability, a token and bf16 [hidden]."""
     slots = max(len(requests), 2)
     find("gather_round")(
         requests,
