@@ -1,4 +1,4 @@
-"""Acceptance of the guesses of a round that are right: those that the target has answered itself, up to the first wrong one.
+"""Acceptance of the right guesses of a round: those that the target has answered itself, up to the first wrong one.
 
 ``lengths[b]`` is the first row ``i`` with ``guesses[b, i + 1] != answers[b, i]``, or the last row, plus one. All that
 follows from it is stored by the same launch: the rows' places, the last token, and the requests' new lengths.

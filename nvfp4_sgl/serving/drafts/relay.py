@@ -1,4 +1,4 @@
-"""Values that a round of EAGLE leaves for the next one, under the overlap schedule: kept by request slot, in one launch."""
+"""Values that a round of EAGLE leaves for the next one under the overlap schedule, by request slot, in one launch."""
 
 from __future__ import annotations
 
