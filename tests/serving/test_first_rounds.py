@@ -71,7 +71,7 @@ def allocated(requests: int) -> None:
 
 
 def round_of_blocks(requests: int) -> None:
-    from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_uniform_func
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
     owners, lengths, tokens = torch.arange(requests), torch.full((requests,), 9), torch.zeros(requests, ROWS).long()
     once = settings.environment_flag(INPUTS_ONCE)
@@ -80,7 +80,15 @@ def round_of_blocks(requests: int) -> None:
         "anchor_src": tokens[:, 0].contiguous(),
         "anchor_out": torch.empty(MOST, ROWS - 1).long()[:requests],
     }
-    assign_extend_cache_locs_uniform_func(owners, TABLE, lengths, requests, ROWS, "cpu", **(given if once else {}))
+    translator = SimpleNamespace(reads_are_translated=False, req_to_token=TABLE, page_size=256, plan=lambda **_: None)
+    KVIndexTranslator.plan_uniform_extend(
+        translator,
+        req_pool_indices=owners,
+        seq_lens=lengths,
+        seq_lens_cpu=None,
+        width=ROWS,
+        **(given if once else {}),
+    )
     accept_guesses(tokens, tokens, lengths)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.cache.layout import PAGE_TOKENS
 from nvfp4_sgl.serving.sglang.ledger import find
 
 
@@ -28,6 +29,7 @@ def read_block_slots(table: Tensor, requests: Tensor, lengths: Tensor, rows: int
         batch_size=len(requests),
         draft_token_num=rows,
         device=table.device,
+        page_size=PAGE_TOKENS,
         positions_out=torch.empty(len(requests), rows, dtype=torch.int64, device=table.device) if once else None,
         anchor_src=lengths if once else None,
         anchor_out=block if once else None,
