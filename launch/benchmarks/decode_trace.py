@@ -27,6 +27,8 @@ GEMM = "W4A16Gemm"
 """What the name of each of our GEMMs on Hopper contains."""
 BYTES_PER_WEIGHT = 0.5 + 1 / 16
 """A code of NVFP4, and its share of a block scale."""
+DRAFT = "(the draft's)"
+"""Name of a GEMM behind those of the model."""
 COPY_BYTES_PER_US = 4.25e6
 """Bytes that a copy on an H200 reads and writes in a microsecond, as measured in several runs."""
 
@@ -108,16 +110,21 @@ def by_kernel(step: Sequence[Kernel]) -> list[str | None]:
 
 @dataclass(frozen=True)
 class Gemms:
-    """The GEMMs that a step launches, in their order: the name of each, and the weights that it reads, in bytes."""
+    """The GEMMs that a step launches, in their order: the name of each, and the weights that it reads, in bytes.
+
+    drafted: whether GEMMs of a draft may follow in the same graph, as those that make the context of DSpark's stages.
+    """
 
     names: Sequence[str]
     weights: Mapping[str, float]
+    drafted: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig, ranks: int, tokens: int) -> Gemms:
+    def of(cls, config: ModelConfig, ranks: int, tokens: int, *, drafted: bool = False) -> Gemms:
         """Those of a step of so many tokens, with the mean of the experts that random ones visit."""
         products = launched_gemms(config, Ownership(size=ranks))
-        return cls([product.name for product in products], {each.name: weights(each, tokens) for each in products})
+        read = {each.name: weights(each, tokens) for each in products}
+        return cls([product.name for product in products], read, drafted)
 
     def __call__(self, step: Sequence[Kernel]) -> list[str | None]:
         """The GEMM of each launch, ``None`` for others.
@@ -126,10 +133,10 @@ class Gemms:
             ValueError: a step does not launch as many.
         """
         count = sum(GEMM in kernel.name for kernel in step)
-        if count != len(self.names):
+        if count < len(self.names) or (count > len(self.names) and not self.drafted):
             raise ValueError(f"a step launches {count} kernels named {GEMM}, expected {len(self.names)}")
         names = iter(self.names)
-        return [next(names) if GEMM in kernel.name else None for kernel in step]
+        return [next(names, DRAFT) if GEMM in kernel.name else None for kernel in step]
 
 
 def weights(product: GemmSpec, tokens: int) -> float:
@@ -173,8 +180,9 @@ def text(path: Path, gemms: Gemms | None = None, *, drafted: bool = False) -> st
     if gemms is not None:
         table += ["", f"{heads} {'floor':>7} {'of adds':>7}  GEMM, floor at {COPY_BYTES_PER_US / 1e6:.2f} TB/s"]
         for line in lines(steps, gemms):
-            floor = gemms.weights[line.name] / COPY_BYTES_PER_US
-            table.append(f"{_row(line)} {floor:7.2f} {floor / line.adds:7.0%}  {line.name}")
+            floor = gemms.weights.get(line.name, 0.0) / COPY_BYTES_PER_US
+            known = f"{floor:7.2f} {floor / line.adds:7.0%}" if floor else f"{'':7} {'':7}"
+            table.append(f"{_row(line)} {known}  {line.name}")
     if drafted and apart:
         rest = between(kernels, steps)
         found = lines(rest, _inside)

@@ -221,8 +221,9 @@ def _results(start_: Start, arguments: argparse.Namespace, left: Collection[str]
         for count in start_.trace:
             if f"trace at {count}" in left:
                 tokens = count * rows_of_a_round(arguments) if start_.drafts else count
-                gemms = Gemms.of(ModelConfig.from_dir(model), arguments.tp, tokens) if ours else None
-                yield f"trace at {count}", trace(url, folder, count, arguments.prompt, gemms, drafted=start_.drafts)
+                config, drafted = ModelConfig.from_dir(model), start_.drafts
+                gemms = Gemms.of(config, arguments.tp, tokens, drafted=drafted) if ours else None
+                yield f"trace at {count}", trace(url, folder, count, arguments.prompt, gemms, drafted=drafted)
         if f"prompt of {LONG_PROMPT}" in left:
             yield f"prompt of {LONG_PROMPT}", served(client, url, model, 1, LONG_PROMPT, LONG_ANSWER)
 

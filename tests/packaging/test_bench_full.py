@@ -133,6 +133,12 @@ def test_gemms_beside_their_floors(tmp_path: Path) -> None:
     assert Gemms.of(config, 2, 64).weights["experts.w2"] == pytest.approx(visited * 1024 * 4096 * 0.5625)
     with pytest.raises(ValueError, match=f"launches 12 kernels named {GEMM}, expected 11"):
         decode_trace.text(path, Gemms(gemms.names[1:], gemms.weights))
+    table = decode_trace.text(path, Gemms(gemms.names[:-1], gemms.weights, drafted=True)).splitlines()
+    assert [line.split(maxsplit=5)[1:] for line in table if line.endswith("(the draft's)")] == [
+        ["1", "19.00", "9.00", "10.00", "(the draft's)"]
+    ]
+    with pytest.raises(ValueError, match=f"launches 12 kernels named {GEMM}, expected 13"):
+        decode_trace.text(path, Gemms([*gemms.names, "one more"], gemms.weights, drafted=True))
 
 
 def test_steady_steps_are_those_of_full_batches(tmp_path: Path) -> None:

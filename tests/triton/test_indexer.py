@@ -202,7 +202,7 @@ def test_each_request_has_so_many_queries(each: int, tiling: str, device: str):
     [(6, 4, ((2, 4), 6, 3)), (3, 4, ((1, 4), 3, 3)), (5, 2, ((3, 4), 5, 2)), (None, 4, ((6, 1), 24, 4))],
 )
 def test_no_tile_has_queries_of_two_requests(
-    each: int | None, queries: int, launched: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    each: int | None, queries: int, launched: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, device: str
 ):
     """Each tile reads its request's keys, so one of two requests reads those of both."""
     found: list[tuple[Any, ...]] = []
@@ -212,9 +212,9 @@ def test_no_tile_has_queries_of_two_requests(
             return lambda *given, **options: found.append(((grid[0], grid[2]), *given[13:15]))
 
     monkeypatch.setattr(indexer_scores, "_scores_kernel", Launched())
-    made = new_pass([(300, 300 + (each or 6)) for _ in range(4)], "cpu")
+    made = new_pass([(300, 300 + (each or 6)) for _ in range(4)], device)
     made = replace(made, batch=replace(made.batch, tokens_each=each))
-    Layer(made, 16).scores(128, 2, "cpu", tiling=replace(HOPPER_PREFILL, queries=queries))
+    Layer(made, 16).scores(128, 2, device, tiling=replace(HOPPER_PREFILL, queries=queries))
     assert found == [launched]
 
 

@@ -83,8 +83,8 @@ entries, 1.09 without entries (``launch/results/tunings_h200.md``). With few key
 epilogue, and a multiprocessor holds one program of two queries, but two of one query."""
 
 MIN_TOGETHER = 256
-"""Queries of a launch from which on neighbours share programs (:func:`shared_tiling`). An estimate, not measured:
-``launch/bench_verify_attention`` measures it."""
+"""Queries of a launch from which on neighbours share programs (:func:`shared_tiling`). At 256 sharing takes 0.75 to
+0.98 of the time with 32 heads, and 1.0 to 1.2 with 16 (``launch/results/attention_tilings_h200.md``)."""
 
 
 def default_tiling(heads: int, *, packed: bool) -> Tiling:
@@ -102,16 +102,14 @@ def shared_tiling(queries: int, heads: int, columns: Sequence[int], each: int | 
     """Return the tiling in which neighbouring queries share programs; ``None`` where each had better have its own.
 
     A shared program multiplies 64 rows and has a multiprocessor to itself. Of programs for one query a multiprocessor
-    holds two, of 16 or 32 rows. By the rounds of long prompts on an H200 (``launch/results/attention_tilings_h200.md``)
-    a round of 132 shared programs takes 6.3 µs and 3.75 for each 64 keys, and a round of 264 for one query 5.4 and 2.7
-    for each 32 keys (16 heads) or 6.2 and 3.6 (32 heads), 0.6 of that where a multiprocessor has one of them. With 140
-    keys that is 18 µs against 19 or 24, and 11 or 15 with one. So
+    holds two, of 16 or 32 rows. On an H200 with 132 (``launch/results/attention_tilings_h200.md``)
 
     * up to 132 queries have a multiprocessor each and are done first if each has its own program;
-    * up to 264 fit in one round either way, and sharing gains what it saves of a round: nothing with 16 heads and few
-      keys, a quarter with 32 heads, more with more keys. ``MIN_TOGETHER`` is the end of this range;
+    * up to 264 fit in one round either way, and sharing gains what it saves of a round: nothing with 16 heads, a
+      quarter with 32 heads and many keys. ``MIN_TOGETHER`` is the end of this range;
     * beyond, shared programs need fewer rounds, provided that they are full: a block of four with two queries does the
-      work of four, so more than half of the queries of a block must be there.
+      work of four, so more than half of the queries of a block must be there. 384 queries of 16 heads take 0.52 to
+      0.67 of the time.
 
     Args:
         queries, heads, columns: as :func:`choose_tiling` takes them.
