@@ -1,11 +1,13 @@
-"""Greedy tokens of rows of logits."""
+"""Greedy tokens of rows of logits, and what rounds of drafts make of them."""
 
 from __future__ import annotations
 
 import torch
 
 from nvfp4_sgl.triton_kernels.logits import markov
+from nvfp4_sgl.triton_kernels.logits.accept import accept_guesses
 from nvfp4_sgl.triton_kernels.logits.greedy import BLOCK, greedy_tokens
+from nvfp4_sgl.triton_kernels.plan import relay
 from tests.sm100.triton.cases.case import Outputs, case
 
 
@@ -34,3 +36,34 @@ def guesses_of_a_block() -> Outputs:
     base[3, 0], base[4, 1, :9] = torch.nan, torch.nan
     semaphores = torch.zeros(2, dtype=torch.int32)
     return {"tokens": markov.draft_greedily(base, anchor, w1, w2, semaphores), "semaphores": semaphores}
+
+
+@case("_accept_guesses")
+def guesses_that_are_accepted() -> Outputs:
+    """Of six rows none, some and all guesses are right, and one behind a wrong one."""
+    generator = torch.Generator().manual_seed(6)
+    answers = torch.randint(9, (4, 6), generator=generator)
+    guesses = torch.full_like(answers, 9)
+    for request, right in enumerate((0, 2, 5)):
+        guesses[request, 1 : right + 1] = answers[request, :right]
+    guesses[3, 2:] = answers[3, 1:-1]
+    found = accept_guesses(guesses, answers, torch.tensor([1 << 20, 7, 300, 0]))
+    names = ("lengths", "right", "places", "tokens", "last", "ends")
+    return dict(zip(names, found, strict=True))
+
+
+@case("_keep_rows")
+def rows_that_are_kept() -> Outputs:
+    """Streams of a part and a piece of one, int32 tokens, slots in no order."""
+    generator = torch.Generator().manual_seed(7)
+
+    def left(rows: int, tokens: torch.dtype) -> relay.Left:
+        ids = torch.randint(-1, 129280, (2, rows), generator=generator)
+        streams = torch.randn(rows, relay.BLOCK + 24, generator=generator).bfloat16()
+        return relay.Left(
+            ids[0].to(tokens), ids[1, :, None].contiguous(), torch.rand(rows, 1, generator=generator), streams
+        )
+
+    kept = left(7, torch.int64)
+    relay.keep_rows(torch.tensor([5, 0, 3]), left(3, torch.int32), kept)
+    return kept._asdict()
