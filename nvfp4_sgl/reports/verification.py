@@ -131,7 +131,8 @@ class Verification:
         matrices = self.comparison.all_matrices
         equal = sum(matrix.is_equal for matrix in matrices)
         if equal == len(matrices):
-            return f"right, and every value is that of {self.source}"
+            but = " but those of the draft" if self.comparison.undrafted is not None else ""
+            return f"right, and every value{but} is that of {self.source}"
         limits = self.comparison.thresholds
         return (
             f"right: {equal} of {counted(len(matrices), 'matrix')} equal those of {self.source}, the others within"
@@ -187,6 +188,7 @@ class Verification:
             ],
             "tensors": {"compared": comparison.tensors, "equal": comparison.equal_tensors},
             "draft": None if comparison.draft is None else _draft(comparison.draft),
+            "undrafted": None if comparison.undrafted is None else str(comparison.undrafted),
             "missing": comparison.missing,
             "extra": comparison.extra,
             "matrices": [_matrix(matrix) for matrix in comparison.matrices],

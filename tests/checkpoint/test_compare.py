@@ -541,9 +541,12 @@ def test_a_draft_in_nvfp4_is_within_bounds(releases: Files, tmp_path: Path, caps
 def test_a_draft_that_one_of_them_has_is_not_compared(files: Files, capsys: Any) -> None:
     pair = files["nvfp4-experts"], files["compressed-tensors"]
     for ours, source in (pair, pair[::-1]):
-        assert run(capsys, ours, "--against", source)[1]["comparison"]["draft"] is None
+        found = run(capsys, ours, "--against", source)[1]["comparison"]
+        assert found["draft"] is None and found["undrafted"] == str(pair[1])
         cli.main(["verify", str(ours), "--against", str(source)])
-        assert f"draft: not compared, since {pair[1]} has none" in capsys.readouterr().out.splitlines()
+        said = capsys.readouterr().out.splitlines()
+        assert f"draft: not compared, since {pair[1]} has none" in said
+        assert "every value is that of" not in said[-1]
 
 
 # --- reports ------------------------------------------------------------------------------------------------------

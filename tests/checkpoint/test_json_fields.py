@@ -35,7 +35,7 @@ def documented(section: str) -> dict[str, set[type]]:
 def found(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Path and value of all that an object holds: leaves, and objects that may be null."""
     if isinstance(value, dict):
-        if path in ("draft", "values", "inspection", "comparison"):
+        if path in ("draft", "values", "inspection", "comparison", "comparison.draft"):
             yield path, value
         if path == "inspection":
             return

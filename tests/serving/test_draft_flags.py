@@ -147,10 +147,8 @@ def test_blocks_that_fit(
 ) -> None:
     """Five tokens unless another number is given; SGLang is told a row more, to draft greedily, and to launch less."""
     monkeypatch.setenv(GREEDY_DRAFT, "")
-    one, other = dspark_checks.INPUTS_ONCE, dspark_checks.ROWS_IN_GRAPH
-    monkeypatch.setenv(one, "0")  # who sets it has it
-    monkeypatch.setenv(other, "")
-    monkeypatch.delenv(other)
+    monkeypatch.setenv(dspark_checks.INPUTS_ONCE, "")
+    monkeypatch.delenv(dspark_checks.INPUTS_ONCE)
     verified = checkpoints["dspark"]
     given = {"speculative_dspark_block_size": block, "speculative_num_draft_tokens": tokens}
     given = NOTHING | {"speculative_algorithm": "dspark", "model_path": verified.inventory.directory} | given
@@ -159,7 +157,10 @@ def test_blocks_that_fit(
     checks.prepare_environment(given)
     one_step = {"speculative_num_steps": 1, "speculative_eagle_topk": 1}
     assert checks.declared(given, verified) == DSPARK | one_step | {"speculative_num_draft_tokens": rows}
-    assert os.environ[GREEDY_DRAFT] == os.environ[other] == "1" and os.environ[one] == "0"
+    assert os.environ[GREEDY_DRAFT] == os.environ[dspark_checks.INPUTS_ONCE] == "1"
+    monkeypatch.setenv(dspark_checks.INPUTS_ONCE, "0")
+    checks.prepare_environment(given)
+    assert os.environ[dspark_checks.INPUTS_ONCE] == "0", "who sets it has it"
 
 
 @pytest.fixture(scope="module")

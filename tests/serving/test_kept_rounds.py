@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.errors import OperandTypeError
 from nvfp4_sgl.serving.drafts import relay
 from nvfp4_sgl.triton_kernels.plan.relay import Left
 
@@ -76,12 +77,12 @@ def test_what_else_a_round_may_leave_is_sglangs(more: str, future: Any) -> None:
     assert torch.equal(held(future)[3], payload(2).hidden_states)
 
 
-def test_other_dtypes_are_sglangs(future: Any) -> None:
+def test_other_dtypes_are_refused(future: Any) -> None:
     keep(future, payload(1))
     given = payload(2)
     given.topk_p = given.topk_p.double()
-    assert not keep(future, given)
-    assert torch.equal(held(future)[3], given.hidden_states)
+    with mock.patch.object(Tensor, "is_cuda", True), pytest.raises(OperandTypeError, match="probability, given"):
+        relay.keep_round(type(future).stash, future, SLOTS, given)
 
 
 def test_a_token_alone_is_sglangs(future: Any) -> None:

@@ -112,7 +112,7 @@ def attend_block(
         q_pieces = with_rotated_tail(q_pieces, cos, sin, HEADS)
     sink_log2 = product(tl.load(sink + head, mask=head < heads, other=0.0), LOG2_E)
     if EACH:
-        # Queries of padding are all at position 0. Windows that begin one entry apart each tell that by their lengths.
+        # Queries of padding may all be at position 0: then the lengths of their windows do not differ by one each.
         last_of_first = window_ends[0] + (last - first).to(tl.int32)
         agree = tl.minimum(last_end, window_columns) == tl.minimum(last_of_first, window_columns)
     else:

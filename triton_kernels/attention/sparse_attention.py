@@ -197,7 +197,7 @@ def sparse_attention(
     processors = chip.processors(q.device)
     launch = _bind(
         q, (window, window_slots, window_lengths), (extra, extra_slots, extra_lengths), has_extra, sink, cos_sin,
-        query_eps, owners, tokens_each, out, out_rows, splits, tiling, expected_extra, planned_queries, processors,
+        query_eps, (owners, tokens_each), out, out_rows, splits, tiling, expected_extra, planned_queries, processors,
     )  # fmt: skip
     if partials is None and launch.splits > 1:
         partials = new_partials(q, launch.splits, quantized=out_rows is not None)
@@ -259,8 +259,7 @@ def _bind(
     sink: Tensor,
     cos_sin: Tensor | None,
     query_eps: float | None,
-    owners: Tensor | None,
-    tokens_each: int | None,
+    requests: tuple[Tensor | None, int | None],
     out: Tensor | None,
     out_rows: Rows | None,
     splits: int | None,
@@ -269,7 +268,11 @@ def _bind(
     planned_queries: int | None,
     processors: int,
 ) -> _Launch:
-    """Refuse operands that the kernels cannot read or write, and choose tiling and splits; metadata only."""
+    """Refuse operands that the kernels cannot read or write, and choose tiling and splits; metadata only.
+
+    requests: ``owners`` and ``tokens_each``.
+    """
+    owners, tokens_each = requests
     _check_queries(q, sink, cos_sin, query_eps, owners)
     _check_sets(q, *window_keys, *extra_keys)
     (window, window_slots, window_lengths), (extra, extra_slots, extra_lengths) = window_keys, extra_keys

@@ -30,7 +30,6 @@ from ..common.overlap import OVERLAPPED, after_previous
 BLOCK = 1024
 """Values of streams that a program copies, 8 a thread. Not yet timed on a GPU."""
 
-
 TOKENS = (torch.int32, torch.int64)
 """Dtypes of a token that is given; int64 is kept."""
 COPIED = (torch.int64, torch.float32, torch.bfloat16)

@@ -122,8 +122,7 @@ def prepare_environment(given: Mapping[str, Any]) -> None:
     """Set the environment variables of SGLang that the algorithm needs, for this process and those that it starts."""
     if drafts_blocks(given):
         os.environ[dspark_checks.GREEDY_DRAFT] = "1"
-        for name in (dspark_checks.INPUTS_ONCE, dspark_checks.ROWS_IN_GRAPH):
-            os.environ.setdefault(name, "1")
+        os.environ.setdefault(dspark_checks.INPUTS_ONCE, "1")
 
 
 def declared(given: Mapping[str, Any], verified: Verified) -> dict[str, Any]:

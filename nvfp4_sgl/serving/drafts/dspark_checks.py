@@ -16,7 +16,7 @@ VERIFY_MODE, STATIC = "SGLANG_RAGGED_VERIFY_MODE", "static"
 """Environment variable of SGLang that has fewer guesses verified where the confidence head expects little."""
 GREEDY_DRAFT = "SGLANG_DSPARK_USE_GREEDY_DRAFT"
 """Environment variable of SGLang: guesses are the likeliest tokens, whatever a request samples by."""
-INPUTS_ONCE, ROWS_IN_GRAPH = "SGLANG_OPT_DSV41_DSPARK_PREPARE_INPUTS_ONCE", "SGLANG_OPT_DSV41_DSPARK_MID_FOLD"
+INPUTS_ONCE = "SGLANG_OPT_DSV41_DSPARK_PREPARE_INPUTS_ONCE"
 """Environment variables of SGLang, for any DSpark draft: slots, positions and the decided token of a round are one
 launch; the draft's graph puts the rows to verify together."""
 SIMULATE_GREEDY = "SGLANG_SIMULATE_ACC_GREEDY"

@@ -74,7 +74,7 @@ def verify_chain(table: Tensor, rows: int, mask: Tensor, hidden: int) -> None:
     accepted, _, places, answers, _, _ = accept.accept_guesses(tokens, tokens, lengths)
     kept = Left(lengths, lengths[:, None], torch.ones(len(owners), 1, device=table.device), streams)
     for token in (lengths, accepted):
-        keep_rows(torch.arange(len(owners), device=table.device), kept._replace(token=token), kept)
+        keep_rows(torch.arange(len(owners), device=table.device), Left(token, *kept[1:]), kept)
     rounds.commit(answers, places, accepted, lengths)
     rounds.lay_out(lengths, rows)
 
