@@ -62,7 +62,7 @@ def sampling_info(requests: int) -> Any:
 
 
 def accepted(guesses: Tensor, sampled: Tensor) -> Accepted:
-    """Of requests without keys."""
+    """Accept guesses of requests without keys."""
     return drafts.accept_guesses(guesses, sampled, torch.zeros(len(guesses), dtype=torch.int64))
 
 

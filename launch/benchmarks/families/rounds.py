@@ -19,7 +19,7 @@ from . import Case
 
 REQUESTS = (1, 16, 64)
 ROWS = (4, 6)
-"""Of a round of MTP with three steps, and of DSpark with blocks of five."""
+"""Rows of a request: in a round of MTP with three steps, and of DSpark with blocks of five."""
 STREAMS = {"flash": 4 * 4096, "pro": 4 * 7168}
 
 

@@ -19,7 +19,7 @@ from nvfp4_sgl.triton_kernels.logits import accept
 from nvfp4_sgl.triton_kernels.plan.relay import Left, keep_rows
 
 REQUESTS = 2
-"""Of a round whose kernels take any number."""
+"""Requests of a round that stands for all, where kernels take any number."""
 
 
 @torch.no_grad()

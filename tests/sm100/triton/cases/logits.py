@@ -40,7 +40,7 @@ def guesses_of_a_block() -> Outputs:
 
 @case("_accept_guesses")
 def guesses_that_are_accepted() -> Outputs:
-    """Of six rows none, some and all guesses are right, and one behind a wrong one."""
+    """Requests of six rows: no guess is right, some are, all are, and those behind a wrong one."""
     generator = torch.Generator().manual_seed(6)
     answers = torch.randint(9, (4, 6), generator=generator)
     guesses = torch.full_like(answers, 9)
