@@ -1,6 +1,6 @@
 """Sizes of the prompt passes that a server captures in CUDA graphs, for the server and for forecasts of its memory."""
 
-BY_DEFAULT = False
+BY_DEFAULT = True
 """Whether a server on a GPU captures prompts unless it is told."""
 TOKENS = (256, 512, 1024, 2048)
 """Tokens of the passes that are captured, twice as many each time: of more than 128 less than half is padding. Of more

@@ -46,6 +46,9 @@ STAGES = {
 }
 """SGLang's stages in the order of its loop."""
 CONTEXT, PROMPT = 8192, 64
+POOL_TOKENS = 1 << 20
+"""Capacity of the pools. SGLang has buffers of 48 bytes a token, too: without a limit those of a few layers' pools would not
+fit."""
 START_SECONDS, READ_SECONDS, PAUSE = 120.0, 60.0, 0.05
 REPLAY_SECONDS = 60.0
 """Until every rank has timed a graph."""
@@ -242,7 +245,8 @@ def checkpoint_of(folder: Path, layers: int, *, on_gpu: bool) -> tuple[Path, lis
     if not on_gpu:
         write_tiny(folder, "nvfp4-full", num_hidden_layers=layers)
         return folder, flags
-    return write_flash(folder, TinyFormat.NVFP4_FULL, layers), [*flags, "--load-format", "dummy"]
+    flags += ["--load-format", "dummy", "--max-total-tokens", str(POOL_TOKENS)]
+    return write_flash(folder, TinyFormat.NVFP4_FULL, layers), flags
 
 
 def run(args: argparse.Namespace, folder: Path) -> list[str]:
