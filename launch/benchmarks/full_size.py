@@ -77,6 +77,7 @@ def main() -> int:
     parser.add_argument("--accepted", type=float, metavar="ROWS", help="of a round, in the mean; 1 by default")
     parser.add_argument("--sampling", choices=["greedy", "top-p"], default="greedy", help="top-p: of 0.95")
     parser.add_argument("--stock-sampler", default="pytorch", metavar="NAME", help="stock's --sampling-backend")
+    parser.add_argument("--stock-cache", type=Path, metavar="DIR", help="of kernels that stock compiles; kept")
     parser.add_argument("--radix-cache", action="store_true", help="keep the cache of prefixes, which is off otherwise")
     parser.add_argument("--record", type=Path, metavar="FILE", help="a new JSON file of launch/results/figures")
     parser.add_argument("--fresh", action="store_true", help="measure anew what an earlier run has left in OUT")

@@ -59,7 +59,9 @@ def complete(arguments: argparse.Namespace) -> None:
 
 
 def _without_effect(arguments: argparse.Namespace) -> Iterator[str]:
-    """Options of drafts that would do nothing."""
+    """Options that would do nothing."""
+    if arguments.stock_cache is not None and "stock" not in arguments.servers:
+        yield f"--stock-cache {arguments.stock_cache}: expected stock among the servers; leave it out"
     if arguments.steps is not None and arguments.drafts != "mtp":
         yield f"--steps {arguments.steps}: expected --drafts mtp, too; leave it out, or draft so"
     if arguments.accepted is not None and arguments.drafts is None:

@@ -113,6 +113,8 @@ def server_flags(arguments: argparse.Namespace, start: Start) -> tuple[list[str]
         flags += [*STOCK_FLAGS, "--sampling-backend", arguments.stock_sampler]
         paths = [str(STOCK), *filter(None, [os.environ.get("PYTHONPATH")])]
         values |= STOCK_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
+        if arguments.stock_cache is not None:
+            values["SGLANG_CACHE_DIR"] = str(arguments.stock_cache.resolve())
     more, variables = drafting(arguments)
     return flags + more, values | variables
 

@@ -83,6 +83,16 @@ def test_a_dspark_draft_is_the_release_s(model: str, captured: list[int], rank: 
     assert sum(drafted.weights.values()) - sum(undrafted.weights.values()) > 1e9  # three stages over eight ranks
 
 
+def test_stock_s_kernels_are_kept_where_they_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = options("--stock-cache", str(tmp_path / "kernels"))
+    ours, stock = (server_flags(arguments, start)[1] for start in starts(arguments)[:2])
+    assert "SGLANG_CACHE_DIR" not in ours and stock["SGLANG_CACHE_DIR"] == str(tmp_path / "kernels")
+    assert "SGLANG_CACHE_DIR" not in server_flags(options(), starts(options())[1])[1]
+    with pytest.raises(SystemExit):
+        options("ours", "--stock-cache", str(tmp_path))
+    assert f"--stock-cache {tmp_path}: expected stock among the servers" in capsys.readouterr().err
+
+
 def test_a_server_has_the_model_s_share_of_its_gpus() -> None:
     for model, fraction in (("flash", "0.8"), ("pro", "0.85")):
         arguments = options("--model", model, "--tp", "8", "--flags=--mem-fraction-static 0.7")
