@@ -47,8 +47,8 @@ STAGES = {
 """SGLang's stages in the order of its loop."""
 CONTEXT, PROMPT = 8192, 64
 POOL_TOKENS = 1 << 20
-"""Capacity of the pools. SGLang has buffers of 48 bytes a token, too: without a limit those of a few layers' pools would not
-fit."""
+"""Capacity of the pools. SGLang has buffers of 48 bytes for each token of it, which would not fit beside pools of few
+layers that fill a GPU."""
 START_SECONDS, READ_SECONDS, PAUSE = 120.0, 60.0, 0.05
 REPLAY_SECONDS = 60.0
 """Until every rank has timed a graph."""
