@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from unittest import mock
 
@@ -107,29 +108,31 @@ def gemms(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Gemm]:
 class Operands:
     """Random weights of a GEMM, as many copies as a graph rotates through."""
 
-    def __init__(self, gemm: Gemm, stored: WeightKind = "nvfp4"):
-        self.gemm, self.stored = gemm, stored
+    def __init__(self, gemm: Gemm, stored: WeightKind = "nvfp4", device: str = "cuda"):
+        self.gemm, self.stored, self.device = gemm, stored, device
         self.bytes = gemm.groups * gemm.features * gemm.k * WEIGHT_TILE_BYTES[stored] // (TILE_ROWS * TILE_K)
         copies = -(-ROTATED_BYTES // self.bytes)
         self.plain = [self._random() for _ in range(min(copies, 2))]
         # More copies need no other values, only other addresses.
         self.weights = [self._tiled(self.plain[i % len(self.plain)]) for i in range(copies)]
-        wide = gemm.groups * gemm.features * gemm.k * 2
-        self.bf16 = [
-            torch.randn(gemm.groups, gemm.features, gemm.k, device="cuda").bfloat16()
-            for _ in range(-(-ROTATED_BYTES // wide))
-        ]
+
+    @cached_property
+    def bf16(self) -> list[Tensor]:
+        """Random bf16 weights of the same size, for cuBLAS."""
+        shape = (self.gemm.groups, self.gemm.features, self.gemm.k)
+        copies = -(-ROTATED_BYTES // (2 * math.prod(shape)))
+        return [torch.randn(shape, device=self.device).bfloat16() for _ in range(copies)]
 
     def _random(self) -> NvFp4Tensor | MxFp8Tensor:
         shape = (self.gemm.groups, self.gemm.features, self.gemm.k)
         if self.stored == "fp8":
-            wide = torch.randint(0, 0x7F, shape, dtype=torch.uint8, device="cuda")
-            wide |= torch.randint(0, 2, shape, dtype=torch.uint8, device="cuda") << 7
-            exponents = torch.full((*shape[:2], shape[2] // 32), 127 - 14, dtype=torch.uint8, device="cuda")
+            wide = torch.randint(0, 0x7F, shape, dtype=torch.uint8, device=self.device)
+            wide |= torch.randint(0, 2, shape, dtype=torch.uint8, device=self.device) << 7
+            exponents = torch.full((*shape[:2], shape[2] // 32), 127 - 14, dtype=torch.uint8, device=self.device)
             return MxFp8Tensor(wide.view(torch.float8_e4m3fn), exponents)
-        codes = torch.randint(0, 256, (*shape[:2], shape[2] // 2), dtype=torch.uint8, device="cuda")
-        scales = torch.randint(0x30, 0x40, (*shape[:2], shape[2] // 16), dtype=torch.uint8, device="cuda")
-        alpha = torch.rand(shape[:2], device="cuda") * 0.01
+        codes = torch.randint(0, 256, (*shape[:2], shape[2] // 2), dtype=torch.uint8, device=self.device)
+        scales = torch.randint(0x30, 0x40, (*shape[:2], shape[2] // 16), dtype=torch.uint8, device=self.device)
+        alpha = torch.rand(shape[:2], device=self.device) * 0.01
         return NvFp4Tensor(codes, scales.view(torch.float8_e4m3fn), alpha)
 
     def _tiled(self, plain: NvFp4Tensor | MxFp8Tensor) -> TiledWeights | Fp8TiledWeights:
@@ -145,7 +148,7 @@ class Operands:
         return operations.grouped_product(tokens, weights, out=out)
 
     def tokens(self, count: int) -> Tensor:
-        return torch.randn(count, self.gemm.groups, self.gemm.k, device="cuda").bfloat16()
+        return torch.randn(count, self.gemm.groups, self.gemm.k, device=self.device).bfloat16()
 
     def check(self, tokens: Tensor, out: Tensor) -> None:
         """Compare the first copy's result with the dequantised weights.
@@ -159,9 +162,9 @@ class Operands:
         assert float(error) < 2**-7, f"{self.gemm}, {len(tokens)} tokens: error {float(error):.3g} of the largest"
 
 
-def planned(gemm: Gemm, tokens: int, stored: WeightKind) -> KernelShape:
+def planned(gemm: Gemm, tokens: int, stored: WeightKind, device: str = "cuda") -> KernelShape:
     """The kernel that the operations plan."""
-    clusters = launcher.current().clusters(torch.device("cuda"))
+    clusters = launcher.current().clusters(torch.device(device))
     return plan.plan_w4a16(gemm.features, gemm.k, tokens, gemm.groups, gemm.output, clusters, stored)
 
 

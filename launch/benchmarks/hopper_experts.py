@@ -83,10 +83,10 @@ class Layer:
     def rows(self, tokens: int) -> int:
         return padded_rows(tokens * self.visits, self.experts, self.tile(tokens))
 
-    def shapes(self, tokens: int) -> list[KernelShape]:
+    def shapes(self, tokens: int, device: str = "cuda") -> list[KernelShape]:
         """The kernels that the operations plan for the first GEMM and the second."""
         rows, tile = self.rows(tokens), self.tile(tokens)
-        clusters = launcher.current().clusters(torch.device("cuda"))
+        clusters = launcher.current().clusters(torch.device(device))
         sizes = ((self.inner, self.width, True), (self.width, self.inner, False))
         return [
             plan.plan_w4a16_experts(
@@ -232,7 +232,8 @@ class Case:
         """Experts with any token, the mean of the routes."""
         return sum(int((route.counts > 0).sum()) for route in self.routes) / len(self.routes)
 
-    def _first(self, run: int) -> None:
+    def gate_up(self, run: int) -> None:
+        """Launch the GEMM of gates and ups, on routes and a copy of the layer of its own."""
         route, (ups, _) = self.routes[run], self.weights.tiled[run % len(self.weights.tiled)]
         groups, limit = (self.tile, route.offsets, route.counts), self.weights.layer.limit
         if self.gathers:
@@ -240,15 +241,16 @@ class Case:
         else:
             operations.expert_gate_up(self.rows, *groups, ups, limit, out=self.hidden)
 
-    def _second(self, run: int) -> None:
+    def down(self, run: int, counts_ahead: bool = True) -> None:
+        """Launch the GEMM of the down projections, which reads counts before the kernel in front has ended or not."""
         route, (_, downs) = self.routes[run], self.weights.tiled[run % len(self.weights.tiled)]
         operations.expert_down(
-            self.hidden, self.tile, route.offsets, route.counts, downs, out=self.output, counts_ahead=True
+            self.hidden, self.tile, route.offsets, route.counts, downs, out=self.output, counts_ahead=counts_ahead
         )
 
     def _both(self, run: int) -> None:
-        self._first(run)
-        self._second(run)
+        self.gate_up(run)
+        self.down(run)
 
     def _mixture(self, run: int) -> None:
         route = self.routes[run]
@@ -313,7 +315,7 @@ class Row:
 def measure(weights: Weights, tokens: int, marlin: peer.Marlin, copies: Sequence[peer.Experts] | None) -> Row:
     """Ours, then Marlin's unless there are no copies."""
     layer, case = weights.layer, Case(weights, tokens)
-    gate_up, down, mixture = (case.time(run) for run in (case._first, case._second, case._mixture))
+    gate_up, down, mixture = (case.time(run) for run in (case.gate_up, case.down, case._mixture))
     theirs = marlin.attempt(partial(case.time_marlin, copies)) if copies else None
     pairs, size, seconds = tokens * layer.visits, case.visited * layer.expert_bytes, (gate_up + down) / 1e6
     return Row(

@@ -25,15 +25,22 @@ def rotating(runs: Sequence[Callable[[], object]]) -> float:
     return microseconds(lambda: [run() for run in many]) / len(many)
 
 
-def compile_all(shapes: Sequence[KernelShape], limit: float | None) -> None:
+def compile_all(
+    shapes: Sequence[KernelShape], limit: float | None, programmatic_launch: Sequence[bool] = (True,)
+) -> None:
     """Compile the shapes' kernels in parallel, and take them from a library from here on.
 
     Args:
         limit: the SwiGLU clamp of those that are gated.
+        programmatic_launch: kernels that may begin while the one in front is ending, kernels that may not, or both.
     """
     runner = launcher.current()
     assert isinstance(runner, launcher.CudaLauncher)
-    keys = list(dict.fromkeys(KernelKey("sm_90a", shape, limit if shape.gated else None) for shape in shapes))
+    keys = [
+        KernelKey("sm_90a", shape, limit if shape.gated else None, programmatic_launch=programmatic)
+        for shape in dict.fromkeys(shapes)
+        for programmatic in programmatic_launch
+    ]
     folder = library_folder(keys)
     compile_missing(keys, [], folder, 90)
     runner.kernels = KernelCache(Library(folder))
