@@ -12,6 +12,9 @@ half of the SMs at work: modelled 10 to 13 % too fast. 64 tokens by few features
 FlashInfer's kernel read tokens at no cost.
 The constants of the epilogue come from the timed mode of the emulator in tests/, those of the machine from NVIDIA; the
 rest is stated with its field.
+
+Work before the wait for the kernel in front (weights, experts' counts) is not credited here, so that no kernel is
+chosen by it. ``launch/bench_sm100`` credits it by constants measured on Hopper (launch/benchmarks/sm100/overlap.py).
 """
 
 from __future__ import annotations
@@ -204,6 +207,7 @@ class Cost:
             ring, whichever takes longest.
         multiply_cycles: of a stage in the tensor core alone.
         tile_cycles: between two tiles of an SM.
+        body_seconds: of all tiles, by the busiest SM or by HBM.
         alone_seconds: the modelled time of a launch between idle ones, as benchmarks of a kernel measure it.
         seconds: the same where the launch overlaps with the one before.
     """
@@ -216,6 +220,7 @@ class Cost:
     stage_cycles: float
     multiply_cycles: float
     tile_cycles: float
+    body_seconds: float
     alone_seconds: float
     seconds: float
 
@@ -301,7 +306,8 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
     cold = tail_waste * waves * stages * reading * min(1.0, memory / read)
     from_memory = memory / machine.memory_bytes_per_second + cold / machine.clock_hz
     exposed = machine.fill_cycles + epilogue + (EXPERT_COUNTS_CYCLES if shape.grouped else 0.0)
-    alone = machine.launch_seconds + max(busy / machine.clock_hz, from_memory) + exposed / machine.clock_hz
+    body = max(busy / machine.clock_hz, from_memory)
+    alone = machine.launch_seconds + body + exposed / machine.clock_hz
     return Cost(
         tiles=tiles,
         waves=waves,
@@ -311,6 +317,7 @@ def cost(shape: KernelShape, problem: Problem, machine: Machine = B200) -> Cost:
         stage_cycles=stage,
         multiply_cycles=multiply,
         tile_cycles=between,
+        body_seconds=body,
         alone_seconds=alone,
         seconds=alone - machine.overlap_seconds,
     )

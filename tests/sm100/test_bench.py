@@ -28,11 +28,18 @@ from benchmarks.sm100 import measure as sm100_measure
 from benchmarks.sm100.cases import Case, cases
 from benchmarks.sm100.facts import kernel_facts
 from benchmarks.sm100.measure import Measured, Workload, values
+from benchmarks.sm100.overlap import (
+    Hidden,
+    Overlap,
+    ahead_seconds,
+    calibrated,
+    credited_seconds,
+    overlap_row,
+)
 from benchmarks.sm100.steps import (
     DECODE_GOALS,
     PREFILL_TOKENS,
     WHOLE_WAVES,
-    AheadCredit,
     goal_seconds,
     passes,
     persistent_gain,
@@ -286,20 +293,70 @@ def test_one_kernel_for_gate_up_and_down_would_win_less_than_a_tenth() -> None:
         assert 0 < persistent_gain(found) < 0.1, name
 
 
-def test_what_experts_do_ahead_is_credited_apart_from_the_sums() -> None:
+def test_what_gemms_do_ahead_is_credited_apart_from_the_sums() -> None:
     found = cases(["flash"], [8], [1])
     experts = [case for case in found if case.routed]
     assert {case.shape.counts_ahead for case in experts} == {True} and len(experts) == 2
     for case in experts:
         waiting = replace(case.shape, counts_ahead=False)
         assert cost(case.shape, case.problem) == cost(waiting, case.problem)
-    credit = AheadCredit.of(found)
-    # Two launches in each of 43 layers: 1400 cycles for the counts, 1000 of 2000 to fill the pipeline.
-    assert credit.counts == pytest.approx(86 * 1400 / 1.85e9) and credit.weights == pytest.approx(86 * 1000 / 1.85e9)
+        assert ahead_seconds(waiting, case.problem) == 0
     (step,) = steps(found)
-    assert bench_sm100.ahead_line(step, credit) == (
-        "* flash, TP 8: 1063 us; 998 less the counts; 952 less the weights' way, too"
-    )
+    assert overlap_row(found, None) == {
+        "model": "flash",
+        "ranks": 8,
+        "tokens": 1,
+        "modelled us": round(step.seconds * 1e6),
+        # Two launches in each of 43 layers: 1400 cycles for the counts.
+        "counts in no time us": round((step.seconds - 86 * 1400 / 1.85e9) * 1e6),
+        "all in no time us": 701,
+        "by an H200's constants us": "not measured",
+    }
+    assert overlap_row(found, Overlap())["by an H200's constants us"] == round(step.seconds * 1e6)
+
+
+def test_credits_follow_the_kernel_in_front() -> None:
+    """Down follows gates and ups; what waits first, and what takes no time to hide, earns no more."""
+    found = {case.product.name: case for case in cases(["flash"], [8], [1])}
+    down, gate_up, dense = (found[name] for name in ("experts.w2", "experts.w1 + w3", "wo_b"))
+    us = Overlap(Hidden(0.6e-6, 0.1e-6, 0.2e-6), Hidden(0.3e-6, 0.01e-6, 0.02e-6))
+    for case, hidden in ((down, 0.32e-6), (gate_up, 0.8e-6), (dense, 0.7e-6)):
+        alone = cost(case.shape, case.problem).alone_seconds
+        assert credited_seconds(case, us) == pytest.approx(alone - hidden)
+        # Never more than the launch, and than what a launch does before its wait; never less than nothing.
+        most = 2.05e-6 + ahead_seconds(case.shape, case.problem)
+        huge, noise = (Overlap(*[Hidden(sign, sign, sign)] * 2) for sign in (1.0, -1.0))
+        assert credited_seconds(case, huge) == pytest.approx(alone - most)
+        assert credited_seconds(case, noise) == pytest.approx(alone)
+
+
+def test_work_ahead_is_less_than_a_launch_without_its_tokens() -> None:
+    """A ring that holds all of a CTA's weights has them loaded, but not multiplied; of many waves it holds a part."""
+    small, large = (cases(["flash"], [ranks], [tokens]) for ranks, tokens in ((8, 1), (1, 64)))
+    for case in [*small, *large]:
+        found, ahead = cost(case.shape, case.problem), ahead_seconds(case.shape, case.problem)
+        way = 1000 / 1.85e9 + case.routed * 1400 / 1.85e9
+        assert way < ahead < way + found.body_seconds
+    (experts,) = (case for case in large if case.product.gated)
+    assert ahead_seconds(experts.shape, experts.problem) < 0.1 * cost(experts.shape, experts.problem).body_seconds
+
+
+def test_constants_are_those_of_the_record(tmp_path: Path) -> None:
+    path = tmp_path / "hopper_overlap_h200.json"
+    assert calibrated(1, path) is None
+    behind = {name: {"us": us} for name, us in (("overlap", 1.0), ("weights", 0.5), ("experts", 0.25))}
+    path.write_text(json.dumps({"fit": {"1": {"small": behind, "gemm": behind | {"experts": {"us": -0.1}}}}}))
+    assert calibrated(1, path) == Overlap(Hidden(1e-6, 0.5e-6, 0.25e-6), Hidden(1e-6, 0.5e-6, -0.1 * 1e-6))
+    with pytest.raises(ValueError, match=r"fit\.16\.small\.overlap\.us: expected microseconds, found None"):
+        calibrated(16, path)
+    path.write_text(json.dumps({"fit": {"1": {"small": behind, "gemm": behind | {"experts": {}}}}}))
+    with pytest.raises(ValueError, match=r"fit\.1\.gemm\.experts\.us"):
+        calibrated(1, path)
+
+
+def test_the_record_is_whole_if_it_is_there() -> None:
+    found = calibrated(1)
+    assert found is None or 0 < found.small.overlap < 5e-6
 
 
 def test_a_table_lines_up() -> None:

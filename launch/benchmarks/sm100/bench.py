@@ -21,11 +21,10 @@ import torch
 from benchmarks.sm100.cases import CHECKPOINTS, FULL, MODELS, Case, cases
 from benchmarks.sm100.facts import KernelFacts, kernel_facts, shape_of
 from benchmarks.sm100.measure import CudaTimer, Measured, measure
+from benchmarks.sm100.overlap import CALIBRATION, calibrated, overlap_row
 from benchmarks.sm100.steps import (
     PREFILL_TOKENS,
     WHOLE_WAVES,
-    AheadCredit,
-    Step,
     passes,
     persistent_gain,
     prefill_excess,
@@ -75,9 +74,10 @@ Without the compressors' matrices, which are bf16 there: a library multiplies th
 launch a product that is not counted either."""
 PERSISTENT = """\
 One persistent kernel for gate/up and down is not built; its gain in a decode step of one token, by this model:"""
-AHEAD = """\
-Experts' GEMMs read counts, and send for their first weights, before they wait for the kernel in front. The times above
-do not credit it. An uncalibrated bound, if it took no time at all, of a decode step of one token:"""
+OVERLAP = f"""\
+Before they wait for the kernel in front, GEMMs set up and send for their first weights; experts' GEMMs read counts,
+too. The times above do not credit it. Sums of a decode step of one token: without credit; two bounds, if counts or all
+of it took no time; and with credits by constants that an H200 gave (launch/results/{CALIBRATION.name}):"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,10 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, found in passes(chosen).items():
         if name[2] == 1:
             print(f"* {name[0]}, TP {name[1]}: {persistent_gain(found):.1%}")
-    print("\n" + AHEAD + "\n")
-    for step in sums:
-        if step.tokens == 1:
-            print(ahead_line(step, AheadCredit.of(passes(chosen)[step.name])))
+    print("\n" + OVERLAP + "\n")
+    print(table([overlap_row(found, calibrated(1)) for name, found in passes(chosen).items() if name[2] == 1]))
     print()
     if args.record:
         record(sums, args.record)
@@ -232,12 +230,6 @@ def row(case: Case, measured: Measured | None) -> dict[str, Any]:
         line |= {f"{name} us": round(seconds * 1e6, 2) for name, seconds in measured.others.items()}
         line["error"] = round(measured.error, 3)
     return line
-
-
-def ahead_line(step: Step, credit: AheadCredit) -> str:
-    counts, weights = step.seconds - credit.counts, step.seconds - credit.counts - credit.weights
-    without, fewer, least = (round(seconds * 1e6) for seconds in (step.seconds, counts, weights))
-    return f"* {step.model}, TP {step.ranks}: {without} us; {fewer} less the counts; {least} less the weights' way, too"
 
 
 def short(name: str) -> str:

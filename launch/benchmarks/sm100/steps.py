@@ -118,29 +118,6 @@ def persistent_gain(cases: Iterable[Case]) -> float:
     return layers * saved / sum(case.layers * cost(case.shape, case.problem).seconds for case in found)
 
 
-@dataclass(frozen=True)
-class AheadCredit:
-    """The time that a pass would save if all that its experts' GEMMs do before their wait took none.
-
-    Nothing calibrates it, so that ``cost``, and every sum here, goes without it. It is a bound: a kernel finds room
-    beside the one in front on those SMs alone that this one has left.
-
-    Attributes:
-        counts: seconds to read and sum the experts' counts.
-        weights: seconds of filling the pipeline, but for the way of the tokens, which are loaded after the wait.
-    """
-
-    counts: float
-    weights: float
-
-    @classmethod
-    def of(cls, cases: Iterable[Case]) -> AheadCredit:
-        """Add up the credit of a pass, all of whose cases are given."""
-        launches = sum(case.layers for case in cases if case.shape.counts_ahead)
-        fill = B200.fill_cycles - B200.latency_cycles
-        return cls(launches * EXPERT_COUNTS_CYCLES / B200.clock_hz, launches * fill / B200.clock_hz)
-
-
 def record(found: Iterable[Step], path: Path) -> None:
     """Write what :func:`recorded` reads. How many clusters a design launches is its own affair, not the model's."""
     machine = {name: value for name, value in asdict(B200).items() if name != "clusters"}
