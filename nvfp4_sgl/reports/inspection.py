@@ -124,11 +124,14 @@ class Inspection:
     def _verdict(self) -> str:
         if self.problems:
             return f"WRONG, {counted(len(self.problems), 'problem')}"
-        if self.scan is None:
-            return "complete, by its headers (--values reads the tensors)"
         notes = f", {counted(len(self.notes), 'note')}" if self.notes else ""
+        is_whole = self.draft_problem is None
+        rest = notes if is_whole else f"; its draft cannot be served{notes}"
+        complete = "complete" if is_whole else "its decoder is complete"
+        if self.scan is None:
+            return f"{complete}, by its headers (--values reads the tensors){'' if is_whole else rest}"
         what = "values are right" if self.scan.whole else "scales are right (--values reads the other tensors)"
-        return f"complete, and its {what}{notes}"
+        return f"{complete}, and its {what}{rest}"
 
 
 def inspect(

@@ -176,6 +176,8 @@ def test_a_damaged_draft_is_named_and_the_decoder_still_serves(name: str, writte
         report = inspect(verified)
         assert not report.problems and [note.kind for note in report.notes] == ["draft-not-usable"]
         assert message in "\n".join(report.lines()) and report.as_json()["draft"]["complete"] is False
+        assert "its decoder is complete, by its headers" in report.lines()[-1]
+        assert report.lines()[-1].endswith("; its draft cannot be served, 1 note")
     finally:
         verified.inventory.entries.clear()
         verified.inventory.entries.update(entries)
@@ -252,6 +254,9 @@ def test_wrong_values_of_a_draft_are_said(
     assert not said["problems"] and said["draft"]["complete"] is False
     assert note["kind"] == "draft-not-usable" and note["message"].startswith("draft: values of 1 tensor are wrong")
     assert name in note["message"]
+    assert cli.main(["inspect", str(path), flag]) == 0
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert "its decoder is complete, and its" in verdict and verdict.endswith("; its draft cannot be served, 1 note")
     found = verify_values(path)
     assert not found.problems and any(name in line for line in found.lines())
     with pytest.raises(CheckpointError, match=name):
