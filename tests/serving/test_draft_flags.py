@@ -106,10 +106,23 @@ def test_simulated_acceptance_is_said(simulate: Callable[[str], None], caplog: p
     assert "SIMULATED ACCEPTANCE (SGLANG_SIMULATE_ACC_LEN): a round accepts 2.5 rows" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["4.5", "0.5", "half"])
+@pytest.mark.parametrize("text", ["4.5", "0.5", "half", "nan", "inf"])
 def test_simulated_acceptance_that_cannot_be(text: str, simulate: Callable[[str], None]) -> None:
     simulate(text)
     with pytest.raises(ConfigError, match=f"^{simulated.SIMULATED}={text}: expected"):
+        checks.check_flags(NOTHING | EAGLE)
+
+
+@pytest.mark.parametrize("variable", simulated.WAYS)
+def test_simulated_acceptance_in_another_way(
+    variable: str, simulate: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused, not left out: a figure would be of something else than was asked for."""
+    monkeypatch.setenv(variable, simulated.WAYS[variable])
+    simulate("2.5")
+    checks.check_flags(NOTHING | EAGLE)
+    monkeypatch.setenv(variable, "another")
+    with pytest.raises(UnsupportedError, match=f"^{variable}=another: expected {simulated.WAYS[variable]}, no other"):
         checks.check_flags(NOTHING | EAGLE)
 
 
