@@ -125,6 +125,22 @@ def test_rows_are_sampled_as_their_request_asks() -> None:
     assert rows.temperatures.tolist() == [[0.5], [0.5], [2.0], [2.0]] and rows.top_ks.tolist() == [3, 3, 7, 7]
 
 
+@pytest.mark.parametrize("name", ["is_any_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling"])
+def test_rows_are_filtered_as_their_batch_is(name: str) -> None:
+    """The sampler reads top-k, top-p and min-p where the batch says that a request asks for them."""
+    info = sampling_info(2)
+    for value in (True, False):
+        setattr(info, name, value)
+        assert getattr(accept.repeated(info, 2), name) is value
+
+
+def test_log_probabilities_of_a_row_that_failed_are_those_of_a_token() -> None:
+    """-1 would be read in front of the vocabulary; SGLang takes the request's failure from the tokens."""
+    predicted, seen = torch.tensor([3, -1, 0]), list[list[int]]()
+    accept.log_probabilities(lambda batch, output, tokens: seen.append(tokens.tolist()), None, None, predicted)
+    assert seen == [[3, 0, 0]] and predicted.tolist() == [3, -1, 0]
+
+
 def test_rows_of_greedy_requests_are_the_likeliest(sampler: None) -> None:
     """Nothing is read that says how to draw, so none of it is copied for each row."""
     info, logits = sampling_info(8), torch.randn(8 * ROWS, VOCABULARY, generator=torch.Generator().manual_seed(3))

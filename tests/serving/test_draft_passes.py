@@ -16,6 +16,9 @@ from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend, pass_request
 from nvfp4_sgl.serving.drafts import dspark_context
 from nvfp4_sgl.serving.drafts.backend import DraftBackend, DraftSteps, create_decode_backend, create_extend_backend
 from nvfp4_sgl.serving.drafts.dspark_backend import DsparkBackend
+from nvfp4_sgl.serving.drafts.dspark_model import DsparkForCausalLM
+from nvfp4_sgl.serving.drafts.model import MtpForCausalLM
+from nvfp4_sgl.serving.sglang import parallel
 from nvfp4_sgl.serving.sglang.ledger import find
 
 LENGTHS, SLOTS = torch.tensor([7, 130]), torch.tensor([3, 1])
@@ -156,6 +159,48 @@ def test_a_captured_block_follows_its_lengths() -> None:
         backend.init_forward_metadata_out_graph(block)
         backend.init_forward_metadata_in_graph(block)
     assert recorder.reserved == 10 and filled == [(captured, [12, 135], True), (captured, [15, 138], True)]
+
+
+def test_padding_of_the_vocabulary_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks hold the LM head in parts of equal size, and what is behind the vocabulary is no token."""
+    seen = torch.arange(14.0).view(2, 7)
+    monkeypatch.setattr(parallel, "tp_gather_columns", lambda logits: torch.cat([logits, 9 + logits[:, :1]], 1))
+    model = DsparkForCausalLM.__new__(DsparkForCausalLM)
+    torch.nn.Module.__init__(model)
+    guesses = SimpleNamespace(logits=lambda hidden, weight: seen)
+    context = SimpleNamespace(parallel=SimpleNamespace(size=2), config=SimpleNamespace(vocab_size=6))
+    model.draft = SimpleNamespace(guesses=guesses, context=context)
+    model.vocabulary = (None, SimpleNamespace(weight=None))
+    logits, _ = model.compute_base_logits(torch.zeros(2, 3))
+    assert torch.equal(logits, seen[:, :6])
+
+
+@pytest.mark.parametrize("kind", [MtpForCausalLM, DsparkForCausalLM])
+def test_a_request_that_failed_is_embedded_as_a_token(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last token is -1, for which there is no row of the embedding, nor experts of hash routing."""
+    embedded, routed = list[list[int]](), list[list[int]]()
+    step = SimpleNamespace(plan="plan", caches=["window"])
+    monkeypatch.setattr(f"{kind.__module__}.planned_backend", lambda: step)
+    model = kind.__new__(kind)
+    torch.nn.Module.__init__(model)
+
+    def embed(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        embedded.append(ids.tolist())
+        return torch.zeros(len(ids), 4)
+
+    def draft(*given: Any) -> Any:
+        routed.append(given[-3].tolist())
+        hidden = torch.zeros(2, 4)
+        return (hidden, hidden[:, None]) if kind is MtpForCausalLM else hidden
+
+    draft.context = SimpleNamespace(parallel=SimpleNamespace(size=1))  # type: ignore[attr-defined]
+    model.draft, model.model_config = draft, SimpleNamespace(hc_mult=1)
+    model.logits_processor, model.embedding = lambda *given, **rest: None, SimpleNamespace(embed=embed)
+    embedding = embed if kind is MtpForCausalLM else SimpleNamespace(weight=None)
+    model.vocabulary = (embedding, SimpleNamespace(weight=None))
+    batch = SimpleNamespace(spec_info=SimpleNamespace(hidden_states=torch.zeros(2, 4)))
+    model.forward(torch.tensor([5, -1]), torch.arange(2), batch)
+    assert embedded == routed == [[5, 0]]
 
 
 def test_windows_of_a_draft_in_other_slots_are_refused() -> None:
