@@ -134,6 +134,14 @@ def test_rows_are_filtered_as_their_batch_is(name: str) -> None:
         assert getattr(accept.repeated(info, 2), name) is value
 
 
+def test_zeros_of_more_requests_than_a_round_had_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are held between rounds, and a larger batch needs more."""
+    monkeypatch.setattr(dspark_accept, "_zeros", {})
+    for requests in (3, 5000, 3):
+        lengths = torch.full((requests,), 2, dtype=torch.int32)
+        assert torch.equal(dspark_accept.none_trimmed(lengths), torch.zeros_like(lengths))
+
+
 def test_log_probabilities_of_a_row_that_failed_are_those_of_a_token() -> None:
     """-1 would be read in front of the vocabulary; SGLang takes the request's failure from the tokens."""
     predicted, seen = torch.tensor([3, -1, 0]), list[list[int]]()
