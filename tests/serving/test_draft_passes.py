@@ -165,7 +165,7 @@ def test_padding_of_the_vocabulary_is_not_guessed(monkeypatch: pytest.MonkeyPatc
     """Ranks hold the LM head in parts of equal size, and what is behind the vocabulary is no token."""
     seen = torch.arange(14.0).view(2, 7)
     monkeypatch.setattr(parallel, "tp_gather_columns", lambda logits: torch.cat([logits, 9 + logits[:, :1]], 1))
-    model = DsparkForCausalLM.__new__(DsparkForCausalLM)
+    model: Any = DsparkForCausalLM.__new__(DsparkForCausalLM)
     torch.nn.Module.__init__(model)
     guesses = SimpleNamespace(logits=lambda hidden, weight: seen)
     context = SimpleNamespace(parallel=SimpleNamespace(size=2), config=SimpleNamespace(vocab_size=6))
