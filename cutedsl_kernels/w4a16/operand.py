@@ -6,7 +6,7 @@ once, on the GPU, right after the weights arrive there; nothing else of them is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,6 +82,20 @@ class TiledWeights:
         require_dtype("alpha", alpha, torch.float32)
         require_shape("alpha", alpha, codes.shape[:2], "[G, F]")
         return cls._make(codes, block_scales, alpha, checked)
+
+    def first(self, features: int) -> TiledWeights:
+        """The weight of the first ``features`` rows of a dense GEMM: whole tiles, in place.
+
+        Raises:
+            OperandValueError: there are several matrices, or so many rows are no whole tiles of this one.
+        """
+        tiles = features // TILE_ROWS
+        if len(self.tiles) != 1 or features % TILE_ROWS or not 0 < features <= self.features:
+            raise OperandValueError(
+                f"features: expected a multiple of {TILE_ROWS} up to {self.features} of a single matrix, found"
+                f" {features} of {len(self.tiles)}"
+            )
+        return replace(self, tiles=self.tiles[:, :tiles], scale=self.scale[:, :features], features=features)
 
     @classmethod
     def allocate_experts(cls, experts: int, features: int, k: int, device: torch.device) -> TiledWeights:

@@ -11,7 +11,13 @@ from nvfp4_sgl.weights.layout import attention_matrices
 
 
 class Attention(nn.Module):
-    """One layer's attention. Holds this rank's heads and o-groups; returns a partial sum over ranks."""
+    """One layer's attention. Holds this rank's heads and o-groups; returns a partial sum over ranks.
+
+    Attributes:
+        projects_all: multiply index queries in every pass, also where nothing reads them; for who observes them.
+    """
+
+    projects_all = False
 
     def __init__(self, context: Context, layer: LayerSpec):
         super().__init__()
@@ -36,11 +42,12 @@ class Attention(nn.Module):
         All of this pass's cache writes come before any read, so that a query sees the window that it completes.
         """
         prepared = self.prepare(self.project_x(x), x, step, cache, self.project_q.takes)
-        q, *index_q = self.project_q(prepared.q_lora)
+        scores = self.select is not None and (self.projects_all or self.select.scores(step))
+        q, *index_q = self.project_q(prepared.q_lora, None if scores else 1)
         entries = None
         if self.select is not None:
             assert prepared.index_weights is not None
-            entries = self.select(index_q[0], prepared.index_weights, step, cache)
+            entries = self.select(index_q[0] if scores else None, prepared.index_weights, step, cache)
         o = self.attend(q, step, cache, entries, self.wo_a.takes)
         (output,) = self.wo_b(self.wo_a(o, self.wo_b.takes))
         return output

@@ -254,8 +254,8 @@ class Projection(Protocol):
     @property
     def takes(self) -> Form: ...
 
-    def __call__(self, x: Activation) -> list[Tensor]:
-        """[T, rows] for each shard, in the order given."""
+    def __call__(self, x: Activation, first: int | None = None) -> list[Tensor]:
+        """[T, rows] for each shard, in the order given; of the ``first`` so many alone if that is given."""
 
 
 class GroupedProjection(Protocol):
@@ -293,7 +293,10 @@ class AttentionInputs(Protocol[StepIn]):
 class Selection(Protocol[StepIn, EntriesOut]):
     """The lightning indexer: which ratio-4 entries each query attends to (specification §5)."""
 
-    def __call__(self, index_q: Tensor, weights: Tensor, step: StepIn, cache: LayerCache) -> EntriesOut:
+    def scores(self, step: StepIn) -> bool:
+        """Whether queries are scored in this pass, so that ``index_q`` is read."""
+
+    def __call__(self, index_q: Tensor | None, weights: Tensor, step: StepIn, cache: LayerCache) -> EntriesOut:
         """The chosen entries, for ``attend``; index_q [T, heads * dim] and weights [T, heads] as projected."""
 
 

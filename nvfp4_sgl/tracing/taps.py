@@ -36,6 +36,8 @@ def observing(decoder: Decoder, observe: Observe) -> Iterator[None]:
     try:
         for block in decoder.layers:
             assert isinstance(block, Block)
+            block.attn.projects_all = True
+            undo.append(functools.partial(delattr, block.attn, "projects_all"))
             for name, boundary in block.boundaries():
                 undo += _tap(boundary, f"{block.spec.stem}.{name}", experts, observe)
         if decoder.hc_head is not None:

@@ -18,10 +18,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nvfp4_sgl.config import LayerKind
 from nvfp4_sgl.model.contract import PassRequest
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Pass, Standalone
+from nvfp4_sgl.targets.fused import attention
+from nvfp4_sgl.targets.fused.attention import FusedSelection
 from nvfp4_sgl.targets.fused.router import FusedRouter
+from nvfp4_sgl.targets.fused.step import index_entries
 from nvfp4_sgl.triton_kernels.attention import sparse_attention, tiling
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from tests.support import native, rounding_noise
@@ -164,6 +168,30 @@ def test_queries_that_share_programs(mode: ActivationMode, target: str, model: S
     require_as_good_as_the_reference(mode, run(model), references)
     layers = model.config.num_hidden_layers
     assert launched == [(LENGTHS[0], 4)] * layers + [(1, 1)] * layers * DECODED
+
+
+def test_index_queries_are_left_out_where_none_is_scored(model: Standalone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out changes no answer; a pass that scores multiplies them all."""
+    given: list[bool] = []
+
+    def forward(selection: FusedSelection, index_q: torch.Tensor | None, *operands: Any) -> Any:
+        given.append(index_q is not None)
+        return select(selection, index_q, *operands)
+
+    select = FusedSelection.forward
+    monkeypatch.setattr(FusedSelection, "forward", forward)
+    layers, count = model.config.layer_kinds.count(LayerKind.CSA), 300 if ON_GPU else 6
+
+    def answers(least: int) -> tuple[torch.Tensor, list[bool]]:
+        monkeypatch.setattr(attention, "UNSCORED_MIN_TOKENS", least)
+        given.clear()
+        model.reset()
+        return model.extend({0: tokens(count, seed=7)})[0], [*given]
+
+    (whole, of_whole), (left_out, of_left_out) = answers(1 << 20), answers(1)
+    scores = index_entries(count) > model.config.index_topk
+    assert of_whole == [True] * layers and of_left_out == [scores] * layers and layers
+    assert torch.equal(whole, left_out) if ON_GPU else torch.allclose(whole, left_out, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_visits_no_expert(model: Standalone, monkeypatch: pytest.MonkeyPatch):

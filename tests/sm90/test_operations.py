@@ -52,6 +52,16 @@ def test_product(runner: EmulatedLauncher) -> None:
     assert [key.architecture for key in runner.keys] == ["sm_90a"] * 2
 
 
+def test_the_first_rows_of_merged_weights() -> None:
+    """Whole tiles of a matrix whose rows have scales of their own, in place."""
+    weights, tokens = matrix(136 + 128, 128, seed=5), random_tokens(3, 128, seed=6)
+    scales = torch.arange(1, 265, dtype=torch.float32) / 7
+    tiled = TiledWeights.dense(weights.packed, weights.block_scale, scales)
+    first = tiled.first(128)
+    assert first.tiles.data_ptr() == tiled.tiles.data_ptr() and first.tiles.is_contiguous()
+    assert torch.equal(operations.product(tokens, first), operations.product(tokens, tiled)[:, :128])
+
+
 def test_rows_keep_their_scales() -> None:
     weights, tokens = matrix(24, 64, seed=1), random_tokens(5, 64, seed=2)
     scales = torch.arange(1, 25, dtype=torch.float32) / 7

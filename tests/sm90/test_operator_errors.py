@@ -177,6 +177,19 @@ class TestWeights:
         with pytest.raises(OperandValueError, match="block_scales: expected finite values"):
             TiledWeights.dense(codes, wrong, torch.ones(()))
 
+    def test_first_rows(self) -> None:
+        tiled = TiledWeights.dense(
+            torch.zeros(256, K // 2, dtype=torch.uint8), self.scales(256, K // 16), torch.ones(())
+        )
+        for features in (0, 100, 384):
+            with pytest.raises(
+                OperandValueError, match=f"multiple of 128 up to 256 of a single matrix, found {features} "
+            ):
+                tiled.first(features)
+        experts = TiledWeights.allocate_experts(E, 128, K, torch.device("cpu"))
+        with pytest.raises(OperandValueError, match=f"of a single matrix, found 128 of {E}"):
+            experts.first(128)
+
     def test_experts(self) -> None:
         with pytest.raises(OperandValueError, match="I to be a positive multiple of 8"):
             TiledWeights.allocate_gated_experts(E, 12, K, torch.device("cpu"))

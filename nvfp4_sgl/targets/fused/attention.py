@@ -31,6 +31,10 @@ HCA_ENTRIES = 128
 has columns for the longest context, but its requests are mostly short: 16 requests with 8 entries take 14.2 µs instead
 of 16.6 (``launch/results/tunings_h200.md``)."""
 
+UNSCORED_MIN_TOKENS = 128
+"""Tokens of a pass from which index queries are left out where none is scored. With fewer, GEMMs split K by the number
+of features, so that a token's bits would depend on whether any is scored."""
+
 
 def packed(rows: RowStore | None) -> Entries:
     """The pages of a row store.
@@ -139,13 +143,18 @@ class FusedSelection(nn.Module):
         super().__init__()
         self._config, self._table, self._context = context.config, layer.rope, context
 
-    def forward(self, index_q: Tensor, weights: Tensor, step: Step, cache: LayerCache) -> tuple[Tensor, Tensor]:
+    def chooses(self, step: Step) -> bool:
+        """Whether a query may see more entries than are chosen."""
+        return step.scores.shape[1] > self._config.index_topk
+
+    def scores(self, step: Step) -> bool:
+        return self.chooses(step) or step.plan.batch.tokens < UNSCORED_MIN_TOKENS
+
+    def forward(self, index_q: Tensor | None, weights: Tensor, step: Step, cache: LayerCache) -> tuple[Tensor, Tensor]:
         config, batch, keys = self._config, step.plan.batch, packed(cache.index)
         heads, dim, topk = config.index_n_heads, config.index_head_dim, config.index_topk
-        tokens, factor = index_q.shape[0], dim**-0.5 * heads**-0.5
-        q, cos_sin = index_q.view(tokens, heads, dim), step.cos_sin[self._table]
-        rows, columns = step.scores.shape
-        chooses, ours = columns > topk, self._context.tokens(tokens)
+        tokens, factor, cos_sin = len(weights), dim**-0.5 * heads**-0.5, step.cos_sin[self._table]
+        rows, chooses, ours = len(step.scores), self.chooses(step), self._context.tokens(tokens)
         own = ours.kept if chooses else slice(0, tokens)
         slots = weights.new_empty(own.stop - own.start, topk, dtype=batch.owners.dtype)
         lengths = weights.new_empty(len(slots), dtype=batch.owners.dtype)
@@ -153,7 +162,8 @@ class FusedSelection(nn.Module):
             part = slice(first, min(first + rows, own.stop))
             scores = step.scores[: part.stop - first]
             if chooses:
-                query = (q[part], weights[part], cos_sin[part], factor)
+                assert index_q is not None
+                query = (index_q[part].unflatten(1, (heads, dim)), weights[part], cos_sin[part], factor)
                 index_scores(*query, *keys, batch, topk, scores, first=first)
             chosen = slice(first - own.start, part.stop - own.start)
             outputs = slots[chosen], lengths[chosen]

@@ -37,8 +37,13 @@ class Gemm(Protocol):
     @property
     def sizes(self) -> Sequence[int]: ...
 
-    def __call__(self, x: Activation, dtype: torch.dtype) -> Tensor:
-        """[T, F] from [T, K], or [T, G, F] from [T, G, K], in ``dtype``: bf16 or fp32."""
+    def __call__(self, x: Activation, dtype: torch.dtype, features: int | None = None) -> Tensor:
+        """[T, F] from [T, K], or [T, G, F] from [T, G, K], in ``dtype``: bf16 or fp32.
+
+        Args:
+            features: of merged matrices, the first so many rows alone: [T, features]. A backend that cannot multiply a
+                part multiplies all, and gives a slice.
+        """
 
 
 class GatedGemm(Protocol):

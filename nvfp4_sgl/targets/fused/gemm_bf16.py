@@ -78,10 +78,10 @@ class Bf16Gemm(nn.Module):
         self.sizes = [len(part) for part in parts]
         self.weight = frozen(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Activation, dtype: torch.dtype, features: int | None = None) -> Tensor:
         values = x.require_values()
         if self.weight.dim() == 2:
-            return multiply(values, self.weight, dtype)
+            return multiply(values, self.weight[:features], dtype)
         assert dtype == torch.bfloat16
         return multiply_groups(values, self.weight)
 

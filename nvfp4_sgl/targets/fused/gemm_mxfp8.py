@@ -41,8 +41,8 @@ class MxFp8Gemm(nn.Module):
         matrix, self.sizes = load_mxfp8(context.source, shards, groups=groups)
         self.weights = Parameters(MxFp8Weights.of(matrix.to(context.device)))
 
-    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
-        return operations.product(quantized(x.require_values()), self.weights.operand, dtype=dtype)
+    def forward(self, x: Activation, dtype: torch.dtype, features: int | None = None) -> Tensor:
+        return operations.product(quantized(x.require_values()), self.weights.operand, dtype=dtype)[..., :features]
 
 
 class MxFp8GatedGemm(nn.Module):

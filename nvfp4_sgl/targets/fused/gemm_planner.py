@@ -145,14 +145,17 @@ class GemmPlanner(FusedPlanner):
         return sorted(set(found), key=lambda key: key.name)
 
     def gemm_specs(self) -> Sequence[GemmSpec]:
-        """The GEMMs of the layers that passes run, on this rank, by the storages of the matrices."""
+        """The GEMMs of the layers that passes run, on this rank, by the storages of the matrices.
+
+        Where nothing is scored, those that read q_lora are launched without the index queries, too.
+        """
         context, target = self.context, self.backends.target
         owner, storage, draft = context.parallel, context.source.storage, context.draft
         if draft is None:
             specs = target.gemms(context.config, owner, storage)
         else:
             specs = target.draft_gemms(context.config, draft.projections, draft.stages, owner, storage)
-        found = dict.fromkeys(specs)
+        found = dict.fromkeys(each for spec in specs for each in (spec, _without_index_queries(spec)))
         return [_with_fp32_sums(gemm) for gemm in found] if target.fp32_sums else list(found)
 
     def triton_variants(
@@ -164,6 +167,14 @@ class GemmPlanner(FusedPlanner):
         with launcher.use(dry), ahead.recording() as variants:
             FusedPlanner.warm_up(self, decoder, table, tokens)
         return list(variants)
+
+
+def _without_index_queries(gemm: GemmSpec) -> GemmSpec:
+    """The GEMM of a pass that scores nothing; any that multiplies no index queries as it is."""
+    if len(gemm.shards) < 2 or not gemm.shards[-1].stem.endswith(".indexer.wq_b"):
+        return gemm
+    names, rows = gemm.name.rpartition(" + ")[0], gemm.shard_rows[:-1]
+    return replace(gemm, name=names, features=sum(rows), shards=gemm.shards[:-1], shard_rows=rows)
 
 
 def _with_fp32_sums(gemm: GemmSpec) -> GemmSpec:

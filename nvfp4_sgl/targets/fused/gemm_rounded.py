@@ -59,11 +59,11 @@ class RoundedGemm(nn.Module):
         self.gemm: Gemm = gemm
         self.sizes, self._round = gemm.sizes, rounding
 
-    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Activation, dtype: torch.dtype, features: int | None = None) -> Tensor:
         values, scale = self._round(x.require_values())
         if scale is None:
-            return self.gemm(Activation(values), dtype)
-        return scaled(self.gemm(Activation(values), torch.float32), scale, dtype)
+            return self.gemm(Activation(values), dtype, features)
+        return scaled(self.gemm(Activation(values), torch.float32, features), scale, dtype)
 
 
 class RoundedExpertGemms(nn.Module):

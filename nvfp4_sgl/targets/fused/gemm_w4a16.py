@@ -34,8 +34,9 @@ class W4A16Gemm(nn.Module):
         self.weights = Parameters(make(matrix.packed, matrix.block_scale, matrix.global_scale, checked=True))
         self._multiply = operations.product if groups is None else operations.grouped_product
 
-    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
-        return self._multiply(x.require_values(), self.weights.operand, dtype=dtype)
+    def forward(self, x: Activation, dtype: torch.dtype, features: int | None = None) -> Tensor:
+        weights = self.weights.operand if features is None else self.weights.operand.first(features)
+        return self._multiply(x.require_values(), weights, dtype=dtype)
 
 
 class W4A16ExpertGemms(nn.Module):

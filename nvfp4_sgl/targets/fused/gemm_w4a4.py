@@ -37,8 +37,8 @@ class W4A4Gemm(nn.Module):
         self.weights = Parameters(make(matrix.packed, matrix.block_scale, matrix.global_scale))
         self._multiply = operations.product if groups is None else operations.grouped_product
 
-    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
-        return self._multiply(x.require_rows(), self.weights.operand, dtype=dtype)
+    def forward(self, x: Activation, dtype: torch.dtype, features: int | None = None) -> Tensor:
+        return self._multiply(x.require_rows(), self.weights.operand, dtype=dtype)[..., :features]
 
 
 class W4A4ExpertGemms(nn.Module):

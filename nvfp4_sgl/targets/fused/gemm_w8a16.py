@@ -51,8 +51,9 @@ class W8A16Gemm(nn.Module):
         matrix, self.sizes = load_mxfp8(context.source, shards, groups=groups)
         self.weights = Parameters(tiled(matrix.to(context.device), shards))
 
-    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
-        return operations.product(x.require_values(), self.weights.operand, dtype=dtype)
+    def forward(self, x: Activation, dtype: torch.dtype, features: int | None = None) -> Tensor:
+        weights = self.weights.operand if features is None else self.weights.operand.first(features)
+        return operations.product(x.require_values(), weights, dtype=dtype)
 
 
 class W8A16:

@@ -26,25 +26,27 @@ class Projection(nn.Module):
     def __init__(self, backends: Backends, context: Context, shards: Sequence[Shard]):
         super().__init__()
         parts = backends.target.merge.split(backends.kinds(context, shards))
-        placed = [index for _, members in parts for index in members]
-        self._order = [placed.index(index) for index in range(len(shards))]
+        self._members = [list(members) for _, members in parts]
         gemms: list[Gemm] = [
             backends.dense[kind].load(context, [shards[index] for index in members]) for kind, members in parts
         ]
         self._gemms, self.gemms = gemms, nn.ModuleList(cast("list[nn.Module]", gemms))
         self.takes = functools.reduce(operator.or_, (gemm.takes for gemm in gemms))
 
-    def multiply(self, x: Activation, dtype: torch.dtype) -> list[Tensor]:
-        """The columns of each shard, slices [T, rows] in ``dtype``, bf16 or fp32."""
-        columns: list[Tensor] = []
-        for gemm in self._gemms:
-            result = gemm(x, dtype)
-            columns += result.split(gemm.sizes, dim=1)
-        return [columns[place] for place in self._order]
+    def multiply(self, x: Activation, dtype: torch.dtype, first: int | None = None) -> list[Tensor]:
+        """The columns of each shard, or of the ``first`` so many; slices [T, rows] in ``dtype``, bf16 or fp32."""
+        columns: dict[int, Tensor] = {}
+        for gemm, members in zip(self._gemms, self._members, strict=True):
+            wanted = members if first is None else [index for index in members if index < first]
+            if wanted:
+                sizes = gemm.sizes[: len(wanted)]
+                result = gemm(x, dtype, None if wanted == members else sum(sizes))
+                columns |= dict(zip(wanted, result.split(sizes, dim=1), strict=True))
+        return [columns[index] for index in sorted(columns)]
 
-    def forward(self, x: Activation) -> list[Tensor]:
-        """The columns of each shard in bf16."""
-        return self.multiply(x, torch.bfloat16)
+    def forward(self, x: Activation, first: int | None = None) -> list[Tensor]:
+        """The columns of each shard, or of the ``first`` so many, in bf16."""
+        return self.multiply(x, torch.bfloat16, first)
 
 
 class InputProjection(nn.Module):

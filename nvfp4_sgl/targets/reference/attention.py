@@ -88,8 +88,12 @@ class ReferenceSelection(nn.Module):
         self._config, self._dtype = context.config, context.dtype
         self._frequencies = frequencies(context.config, layer.rope).to(context.device)
 
-    def forward(self, index_q: Tensor, weights: Tensor, step: BatchPlan, cache: LayerCache) -> Tensor:
+    def scores(self, step: BatchPlan) -> bool:
+        return True
+
+    def forward(self, index_q: Tensor | None, weights: Tensor, step: BatchPlan, cache: LayerCache) -> Tensor:
         config, keys = self._config, _require(cache.index)
+        assert index_q is not None
         q = index_q.to(self._dtype).view(index_q.shape[0], config.index_n_heads, config.index_head_dim)
         q = indexer_query(apply_rope(q, step.positions, self._frequencies), keys)
         scaled = weights * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)

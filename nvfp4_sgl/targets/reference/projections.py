@@ -51,15 +51,15 @@ class ReferenceProjection(nn.Module):
             merged = concatenate(loaded, [shards[i].stem for i in members])
             self._weights.append(working_copy(merged, storages[members[0]]))
 
-    def forward(self, x: Activation) -> list[Tensor]:
-        """fp32 [T, rows] for each shard, in the order given; the consumer rounds."""
+    def forward(self, x: Activation, first: int | None = None) -> list[Tensor]:
+        """fp32 [T, rows] for each shard, in the order given; the consumer rounds. All are multiplied."""
         values = x.require_values()
         results: list[Tensor] = [values] * len(self._sizes)
         for members, weight in zip(self._members, self._weights, strict=True):
             product = linear(values, weight, self._mode)
             for index, part in zip(members, product.split([self._sizes[i] for i in members], dim=-1), strict=True):
                 results[index] = part
-        return results
+        return results[:first]
 
 
 class ReferenceInputProjection(nn.Module):
