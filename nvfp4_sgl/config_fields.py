@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nvfp4_sgl.limits import MAX_CONFIGURED_EXPERTS
+from nvfp4_sgl.limits import MAX_CONFIGURED_EXPERTS, MAX_HC_EPS, MIN_HC_EPS
 
 if TYPE_CHECKING:
     from nvfp4_sgl.config import ModelConfig
@@ -142,7 +142,7 @@ READ: dict[str, Integer | Number] = {
     "index_topk": Integer(1, 2**14, "512 and 1024 in the releases; entries that a query selects"),
     "hc_mult": Integer(1, 2**6, _SIZE),
     "hc_sinkhorn_iters": Integer(1, 320, "20 in the releases; a pass takes so many steps in every layer"),
-    "hc_eps": Number(1e-30, 1.0, "1e-6 in the releases; fp32 holds its reciprocal, and it stays small beside 1"),
+    "hc_eps": Number(MIN_HC_EPS, MAX_HC_EPS, "1e-6 in the releases; fp32 holds four divisors of Sinkhorn multiplied"),
     "rms_norm_eps": Number(1e-30, 1.0, f"1e-6 in the releases; {_EPSILON}"),
     "rope_theta": Number(2.0, 1e12, _FREQUENCY),
     "compress_rope_theta": Number(2.0, 1e12, f"{_FREQUENCY}, and YaRN divides by its logarithm"),

@@ -11,6 +11,7 @@ from triton.runtime import interpreter
 
 from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.formats.rows import Rows
+from nvfp4_sgl.limits import MAX_HC_EPS, MIN_HC_EPS
 from nvfp4_sgl.ops import hyper_connection as reference
 from nvfp4_sgl.ops.norm import rms_norm
 from nvfp4_sgl.triton_kernels.hyper_connection import site as kernels
@@ -161,6 +162,17 @@ def test_many_tokens(head: bool, device: str) -> None:
     check_entry(second, streams, state)
 
 
+def test_more_splits_than_a_balancer_adds_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiling = replace(MANY, balanced=16)
+    monkeypatch.setattr(tilings, "TILINGS", ((None, tiling),))
+    tokens, d = 19, 320
+    assert tiling.splits(tokens, d)[0] > 256 // tiling.balanced
+    site, streams = make_site(d, device), make_streams(tokens, d, device)
+    state = poisoned_state(tokens, d, device)
+    kernels.hyper_connection_pre(site, streams, state)
+    check_entry(site, streams, state)
+
+
 @pytest.mark.usefixtures("many", "order")
 def test_order_of_programs(device: str) -> None:
     """Whoever comes first, tickets give the tasks of mixers out before those of the programs that wait for them."""
@@ -210,6 +222,34 @@ def test_sinkhorn_far_from_uniform(device: str) -> None:
     # Logits of size 100 carry an error of their own.
     torch.testing.assert_close(state.comb.double(), comb, rtol=0, atol=1e-3)
     torch.testing.assert_close(state.comb.sum(1), torch.ones(6, 4, device=device), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tiling", [None, MANY], ids=["a token a program", "a token a lane"])
+@pytest.mark.parametrize("iterations", [1, 20, 320])
+@pytest.mark.parametrize("eps", [MIN_HC_EPS, EPS, 1e-2, MAX_HC_EPS])
+@pytest.mark.parametrize("low", [0.0, -12.0, -100.0])
+def test_sinkhorn_of_entries_that_are_the_smallest(
+    low: float, eps: float, iterations: int, tiling: Tiling | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and columns without a large entry of their own, so that divisors run far apart, to the last bits.
+
+    ``fn`` is zero, so that logits are exact.
+    """
+    if tiling is not None:
+        monkeypatch.setattr(tilings, "TILINGS", ((None, tiling),))
+    torch.manual_seed(iterations)
+    streams = make_streams(2, 64, device)
+    for low_share in (0.3, 0.5, 0.8):
+        logits = torch.where(torch.rand(16) < low_share, low, 0.0) + 0.5 * torch.randn(16)
+        site = make_site(64, device, iterations=iterations)
+        site = replace(site, hc_eps=eps, fn=torch.zeros_like(site.fn), base=torch.cat([torch.randn(8), logits]))
+        site = replace(site, base=site.base.to(device))
+        state = poisoned_state(2, 64, device)
+        kernels.hyper_connection_pre(site, streams, state)
+        comb = reference.sinkhorn(site.base[8:].double().view(1, 4, 4), iterations, eps)
+        torch.testing.assert_close(state.comb.double(), comb.expand(2, 4, 4), rtol=0, atol=2e-6)
+        post = 2 * torch.sigmoid(site.base[4:8].double())
+        torch.testing.assert_close(state.post.double(), post.expand(2, 4), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("output_dtype", [torch.bfloat16, torch.float32])
@@ -343,6 +383,9 @@ def test_in_a_cuda_graph(tokens: int, device: str) -> None:
         lambda site, state: (replace(site, scale=site.scale[:1]), state),
         lambda site, state: (replace(site, norm=site.norm[1:]), state),
         lambda site, state: (replace(site, iterations=0), state),
+        lambda site, state: (replace(site, hc_eps=MIN_HC_EPS / 2), state),
+        lambda site, state: (replace(site, hc_eps=MAX_HC_EPS * 2), state),
+        lambda site, state: (replace(site, hc_eps=float("nan")), state),
         lambda site, state: (site, replace(state, workspace=state.workspace[:-1])),
         lambda site, state: (site, replace(state, semaphores=state.semaphores[:-1])),
         lambda site, state: (site, replace(state, semaphores=state.semaphores.float())),

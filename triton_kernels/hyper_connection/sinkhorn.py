@@ -1,11 +1,25 @@
-"""The coefficients of an mHC site from its 24 logits: sigmoids, and a softmax balanced by Sinkhorn (specification §2).
+"""Sinkhorn, which balances the 4 × 4 softmax of an mHC site (specification §2), and functions for its coefficients.
 
-Device functions, fp32 throughout. A logit is ``sum * factor + base``: the sum comes from the GEMM with ``fn``, the
-factor is the inverse RMS of the streams times the scale of *pre*, *post* or *comb*, and the base is the site's
-constant.
+Device functions, fp32 throughout. Sinkhorn divides the entries K of the softmax by the sums of columns, plus
+``hc_eps``, then in turn by those of rows and of columns. What it has divided by so far is kept as four products x of
+divisors of rows, and four y of columns: an entry has become K_ij / (x_i y_j). The next divisor of row i turns x_i into
 
-Everything is elementwise over tokens: a program may hold one token in every thread, or a token a lane. Either way the
-4 × 4 entries of a token lie in one thread's registers, so threads exchange nothing.
+    x_i (sum_j K_ij / (x_i y_j) + hc_eps) = sum_j K_ij / y_j + hc_eps x_i,
+
+and likewise for columns. Twenty iterations are 39 such steps, and each waits for the one before. A step so takes one
+reciprocal rather than four, and adds up while it waits for that one: 1 / y_j is the product of the other three y times
+1 / (y_0 y_1 y_2 y_3).
+
+fp32 must hold the product of four x or y:
+
+* Products are at most about 1. x begins with 1, and the y of the first step sum to 4. Behind a division of columns all
+  entries sum to 4 at most, so the four sums of rows that the next step divides by have a product of at most 1, but for
+  ``hc_eps``. Likewise for columns.
+* Products are at least ``hc_eps``^3 / 5. Entries that have been divided are at most 1, so for each permutation p the
+  product of K_ip(i) is at most that of all x and y. Each entry of K is at least ``hc_eps``, and the largest of a row at
+  least 1/4.
+
+Hence the bounds of ``limits.MIN_HC_EPS``.
 """
 
 from __future__ import annotations
@@ -16,15 +30,14 @@ import triton.language as tl
 from ..common.rounding import INTERPRETED
 
 POST = tl.constexpr(4)
-"""The first row of ``fn`` that *post* is computed from. Those before it are of *pre*, those from 8 on of *comb*."""
+"""The first row of ``fn`` that *post* is computed from; those before it are of *pre*."""
+COMB = tl.constexpr(8)
+"""The first row of ``fn`` that *comb* is computed from, the last kind."""
 
 
 @triton.jit
-def _reciprocal(x):
-    """``1 / x`` of a normal fp32, exact but for the last bit.
-
-    Approximate because Sinkhorn is a chain of reciprocals, each of which waits for the one before.
-    """
+def reciprocal(x):
+    """``1 / x`` of a positive fp32, exact but for the last bit; 0 if it is less than 2^-126."""
     if INTERPRETED:
         return 1.0 / x
     else:
@@ -34,18 +47,14 @@ def _reciprocal(x):
 
 
 @triton.jit
-def _divided(a, b, c, d, eps):
-    """Four numbers, each divided by their sum plus ``eps``."""
-    inverse = _reciprocal((a + b) + (c + d) + eps)
-    return a * inverse, b * inverse, c * inverse, d * inverse
-
-
-@triton.jit
-def _softmax(a, b, c, d, eps):
-    """The softmax of four numbers, plus ``eps``."""
-    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = _divided(tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top), 0.0)
-    return a + eps, b + eps, c + eps, d + eps
+def power_of_2(x):
+    """``2 ** x`` of an fp32, exact but for the last two bits; 0 if it is less than 2^-126."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -61,64 +70,45 @@ def collapse_weights(a, b, c, d, inverse_rms, base, scale, hc_eps):
 
 
 @triton.jit
-def _logits(sums, factor, base, FIRST: tl.constexpr):
-    """Four logits, those of rows FIRST to FIRST + 3 of ``fn``."""
-    return (
-        sums[FIRST - POST] * factor + tl.load(base + FIRST),
-        sums[FIRST - POST + 1] * factor + tl.load(base + (FIRST + 1)),
-        sums[FIRST - POST + 2] * factor + tl.load(base + (FIRST + 2)),
-        sums[FIRST - POST + 3] * factor + tl.load(base + (FIRST + 3)),
-    )
+def _reciprocals(a, b, c, d):
+    """The reciprocals of four numbers as a factor common to all, and four further factors."""
+    ab, cd = a * b, c * d
+    return reciprocal(ab * cd), b * cd, a * cd, d * ab, c * ab
 
 
 @triton.jit
-def store_post_and_comb(sums, inverse_rms, base, scale, post, comb, here, hc_eps, ITERATIONS: tl.constexpr):
-    """Compute and store *post* and *comb*, the coefficients that mix a sublayer's output into the streams.
+def _dot(a, b, c, d, w0, w1, w2, w3):
+    return tl.fma(a, w0, tl.fma(b, w1, tl.fma(c, w2, d * w3)))
 
-    sums: a token's fp32 sums with the 20 rows of ``fn`` from :data:`POST` on, a tuple. post, comb: addresses of a
-    token's 4 and 16 results. All of them are of one token or vectors over tokens. here: whether the token exists.
-    ITERATIONS: of Sinkhorn.
+
+@triton.jit
+def balance(
+    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, eps, ITERATIONS: tl.constexpr
+):  # fmt: skip
+    """The factors of the four rows and of the four columns that balance the entries of a softmax, rows a to d.
+
+    Arguments are of one token or vectors over tokens. Either way a token's entries lie in one thread's registers, so
+    threads exchange nothing.
     """
-    a, b, c, d = _logits(sums, inverse_rms * tl.load(scale + 1), base, 4)
-    tl.store(post, 2 * tl.sigmoid(a), mask=here)
-    tl.store(post + 1, 2 * tl.sigmoid(b), mask=here)
-    tl.store(post + 2, 2 * tl.sigmoid(c), mask=here)
-    tl.store(post + 3, 2 * tl.sigmoid(d), mask=here)
-    factor = inverse_rms * tl.load(scale + 2)
-    a0, a1, a2, a3 = _logits(sums, factor, base, 8)
-    b0, b1, b2, b3 = _logits(sums, factor, base, 12)
-    c0, c1, c2, c3 = _logits(sums, factor, base, 16)
-    d0, d1, d2, d3 = _logits(sums, factor, base, 20)
-    a0, a1, a2, a3 = _softmax(a0, a1, a2, a3, hc_eps)
-    b0, b1, b2, b3 = _softmax(b0, b1, b2, b3, hc_eps)
-    c0, c1, c2, c3 = _softmax(c0, c1, c2, c3, hc_eps)
-    d0, d1, d2, d3 = _softmax(d0, d1, d2, d3, hc_eps)
-    a0, b0, c0, d0 = _divided(a0, b0, c0, d0, hc_eps)
-    a1, b1, c1, d1 = _divided(a1, b1, c1, d1, hc_eps)
-    a2, b2, c2, d2 = _divided(a2, b2, c2, d2, hc_eps)
-    a3, b3, c3, d3 = _divided(a3, b3, c3, d3, hc_eps)
+    x0 = tl.full(a0.shape, 1.0, tl.float32)
+    x1, x2, x3 = x0, x0, x0
+    y0 = (a0 + b0) + (c0 + d0) + eps
+    y1 = (a1 + b1) + (c1 + d1) + eps
+    y2 = (a2 + b2) + (c2 + d2) + eps
+    y3 = (a3 + b3) + (c3 + d3) + eps
     for _ in range(ITERATIONS - 1):
-        a0, a1, a2, a3 = _divided(a0, a1, a2, a3, hc_eps)
-        b0, b1, b2, b3 = _divided(b0, b1, b2, b3, hc_eps)
-        c0, c1, c2, c3 = _divided(c0, c1, c2, c3, hc_eps)
-        d0, d1, d2, d3 = _divided(d0, d1, d2, d3, hc_eps)
-        a0, b0, c0, d0 = _divided(a0, b0, c0, d0, hc_eps)
-        a1, b1, c1, d1 = _divided(a1, b1, c1, d1, hc_eps)
-        a2, b2, c2, d2 = _divided(a2, b2, c2, d2, hc_eps)
-        a3, b3, c3, d3 = _divided(a3, b3, c3, d3, hc_eps)
-    tl.store(comb, a0, mask=here)
-    tl.store(comb + 1, a1, mask=here)
-    tl.store(comb + 2, a2, mask=here)
-    tl.store(comb + 3, a3, mask=here)
-    tl.store(comb + 4, b0, mask=here)
-    tl.store(comb + 5, b1, mask=here)
-    tl.store(comb + 6, b2, mask=here)
-    tl.store(comb + 7, b3, mask=here)
-    tl.store(comb + 8, c0, mask=here)
-    tl.store(comb + 9, c1, mask=here)
-    tl.store(comb + 10, c2, mask=here)
-    tl.store(comb + 11, c3, mask=here)
-    tl.store(comb + 12, d0, mask=here)
-    tl.store(comb + 13, d1, mask=here)
-    tl.store(comb + 14, d2, mask=here)
-    tl.store(comb + 15, d3, mask=here)
+        common, w0, w1, w2, w3 = _reciprocals(y0, y1, y2, y3)
+        x0 = tl.fma(common, _dot(a0, a1, a2, a3, w0, w1, w2, w3), eps * x0)
+        x1 = tl.fma(common, _dot(b0, b1, b2, b3, w0, w1, w2, w3), eps * x1)
+        x2 = tl.fma(common, _dot(c0, c1, c2, c3, w0, w1, w2, w3), eps * x2)
+        x3 = tl.fma(common, _dot(d0, d1, d2, d3, w0, w1, w2, w3), eps * x3)
+        common, w0, w1, w2, w3 = _reciprocals(x0, x1, x2, x3)
+        y0 = tl.fma(common, _dot(a0, b0, c0, d0, w0, w1, w2, w3), eps * y0)
+        y1 = tl.fma(common, _dot(a1, b1, c1, d1, w0, w1, w2, w3), eps * y1)
+        y2 = tl.fma(common, _dot(a2, b2, c2, d2, w0, w1, w2, w3), eps * y2)
+        y3 = tl.fma(common, _dot(a3, b3, c3, d3, w0, w1, w2, w3), eps * y3)
+    common, w0, w1, w2, w3 = _reciprocals(x0, x1, x2, x3)
+    x0, x1, x2, x3 = common * w0, common * w1, common * w2, common * w3
+    common, w0, w1, w2, w3 = _reciprocals(y0, y1, y2, y3)
+    y0, y1, y2, y3 = common * w0, common * w1, common * w2, common * w3
+    return x0, x1, x2, x3, y0, y1, y2, y3

@@ -37,7 +37,7 @@ from nvfp4_sgl.formats.checks import (
 )
 from nvfp4_sgl.formats.nvfp4 import BLOCK
 from nvfp4_sgl.formats.rows import Rows
-from nvfp4_sgl.limits import MAX_HIDDEN_SIZE, STREAMS
+from nvfp4_sgl.limits import MAX_HC_EPS, MAX_HIDDEN_SIZE, MIN_HC_EPS, STREAMS
 
 from ..common import chip
 from ..common.integers import cdiv, next_power_of_2
@@ -79,7 +79,8 @@ class Site:
             are pre (4), post (4), comb (16). The final collapse has pre alone: [3, 4, 4 * d].
         base: fp32 [24], one for each row of ``fn``; [4] for the final collapse.
         scale: fp32 [3], for pre, post and comb; [1] for the final collapse.
-        hc_eps: added to ``pre``, to the softmax and to Sinkhorn's sums.
+        hc_eps: added to ``pre``, to the softmax and to Sinkhorn's sums; for these from :data:`limits.MIN_HC_EPS` to
+            :data:`limits.MAX_HC_EPS`.
         norm_eps: added to the mean squares, that of all 4 * d values and RMSNorm's.
         norm: bf16 or fp32 [d], the weight of the sublayer's RMSNorm; ``None`` leaves the collapsed row as it is.
         iterations: iterations of Sinkhorn, at least 1; the final collapse has none.
@@ -216,8 +217,8 @@ def hyper_connection_pre(site: Site, streams: Tensor, state: SiteState) -> None:
 
     Raises:
         OperandTypeError: a dtype is not that of :class:`Site`, :class:`SiteState` or of ``streams`` above.
-        OperandValueError: a shape, stride or device does not fit, ``iterations`` is less than 1, or ``state.workspace``
-            or ``state.semaphores`` is too small.
+        OperandValueError: a shape, stride or device does not fit, ``iterations`` is less than 1, ``hc_eps`` is out of
+            bounds, or ``state.workspace`` or ``state.semaphores`` is too small.
 
     Source: specification §2.
     """
@@ -364,6 +365,8 @@ def _check_site(op: str, site: Site, streams: Tensor, state: SiteState) -> None:
     require_shape(f"{op}: scale", site.scale, (scales,), "[3] (1 for the final collapse)")
     if not site.is_head and site.iterations < 1:
         raise OperandValueError(f"{op}: iterations: expected at least 1, found {site.iterations}")
+    if not site.is_head and not MIN_HC_EPS <= site.hc_eps <= MAX_HC_EPS:
+        raise OperandValueError(f"{op}: hc_eps: expected {MIN_HC_EPS:g} to {MAX_HC_EPS:g}, found {site.hc_eps:g}")
     require_dtype(f"{op}: fn", site.fn, torch.bfloat16)
     for name, tensor in {f"{op}: base": site.base, f"{op}: scale": site.scale}.items():
         require_dtype(name, tensor, torch.float32)

@@ -39,11 +39,13 @@ from ..common.rounding import INTERPRETED, round_for, round_to_bf16, widen
 from ..common.semaphores import count_out, wait_for
 from ..quantize.nvfp4 import load_halves, store_halves
 from ..quantize.rows import store_quantized_row
+from .sinkhorn import COMB as COMB_ROW
 from .sinkhorn import POST as POST_ROW
-from .sinkhorn import collapse_weights, store_post_and_comb
+from .sinkhorn import balance, collapse_weights, power_of_2, reciprocal
 
 COLUMNS = tl.constexpr(32)
 """Columns of a partial sum: the rows of ``fn``, then the sum of squares, then padding."""
+LOG2_E = tl.constexpr(1.4426950408889634)
 LINE_VALUES = tl.constexpr(32)
 """Values of a line that is prefetched, of the widest dtype: 128 bytes of fp32."""
 
@@ -259,7 +261,7 @@ def _finish_row(
 
 @triton.jit
 def _collapse(
-    streams, parts, base, scale, weight, out, rows, first, count, tokens, d, splits, mean_of, hc_eps, norm_eps,
+    streams, parts, base, scale, weight, out, rows, first, count, tokens, d, splits, share, hc_eps, norm_eps,
     ROWS: tl.constexpr, NORM: tl.constexpr, COLLAPSED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """A collapser's task: ``count`` tokens from ``first`` (int64) on, at most COLLAPSED."""
@@ -269,7 +271,7 @@ def _collapse(
         x0, y0, x1, y1, x2, y2, x3, y3 = _load_streams(streams, first, d, BLOCKS)
     sums = _load_parts(parts, first + index, tokens, splits, ROWS, BLOCK_SPLITS)
     s0, s1, s2, s3, squares = tl.reduce(sums, 1, _add)
-    inverse_rms = tl.rsqrt(squares / mean_of + norm_eps)
+    inverse_rms = tl.rsqrt(squares * share + norm_eps)
     p0, p1, p2, p3 = collapse_weights(s0, s1, s2, s3, inverse_rms, base, scale, hc_eps)
     for row in tl.range(0, count):
         if COLLAPSED > 1:
@@ -285,54 +287,115 @@ def _collapse(
 
 
 @triton.jit
-def _column(total, column, INDEX: tl.constexpr):
-    """Column INDEX of ``total`` [T, COLUMNS], in every thread that holds its row."""
-    return tl.sum(tl.where(column[None, :] == INDEX, total, 0.0), axis=1)
+def _of_fours(x):
+    """Split [T, 4 * N] into its columns 0, 4, ..., those from 1 on, from 2 on and from 3 on, [T, N] each."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _everywhere(x, INDEX: tl.constexpr):
+    """Column INDEX of ``x`` [T, N], in each of N columns."""
+    return tl.gather(x, tl.full(x.shape, INDEX, tl.int32), 1)
 
 
 @triton.jit
 def _balance(
-    parts, sums, base, scale, post, comb, first, tokens, splits, mean_of, hc_eps, norm_eps,
+    parts, exchange, base, scale, post, comb, semaphore, programs, first, tokens, splits, share, hc_eps, norm_eps,
     ROWS: tl.constexpr, ITERATIONS: tl.constexpr, BALANCED: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A balancer's task: *post* and *comb* of BALANCED tokens from ``first`` (int64) on."""
+    """A balancer's task: *post* and *comb* of BALANCED tokens from ``first`` (int64) on.
+
+    Four rows of ``fn``, such as *post* or a row of *comb*, are a group: four numbers of one thread. exchange: fp32, 32
+    a token, for BALANCED above 1.
+    """
+    GROUPS: tl.constexpr = COLUMNS // 4
+    POST_GROUP: tl.constexpr = POST_ROW // 4
+    COMB_GROUP: tl.constexpr = COMB_ROW // 4
     # Few enough splits at a time that each thread holds few values.
     SPLITS_AT_ONCE: tl.constexpr = max(1, min(BLOCK_SPLITS, 256 // BALANCED))
+    group = tl.arange(0, GROUPS)[None, :]
+    # Constants come from memory while mixers are at work. *post* and the softmax are powers of 2.
+    to_exponent = tl.where(group == POST_GROUP, -LOG2_E, LOG2_E)
+    gain = tl.load(scale + tl.where(group < COMB_GROUP, 1, 2)) * to_exponent
+    base += tl.minimum(group, ROWS // 4 - 1) * 4
+    base0, base1 = tl.load(base) * to_exponent, tl.load(base + 1) * to_exponent
+    base2, base3 = tl.load(base + 2) * to_exponent, tl.load(base + 3) * to_exponent
     token = first + tl.arange(0, BALANCED)
     here = token < tokens
-    column = tl.arange(0, COLUMNS)
-    at = token[:, None] * COLUMNS + column[None, :]
-    total = tl.zeros((BALANCED, COLUMNS), tl.float32)
-    part = tl.arange(0, SPLITS_AT_ONCE)
-    for start in range(0, splits, SPLITS_AT_ONCE):
-        mask = here[None, :, None] & (start + part < splits)[:, None, None]
-        offset = ((start + part).to(tl.int64) * tokens * COLUMNS)[:, None, None] + at[None, :, :]
-        total += tl.sum(tl.load(parts + offset, mask=mask, other=0.0, cache_modifier=".cg"), axis=0)
-    of_token = ()  # type: tuple[tl.tensor, ...]
+    part = tl.arange(0, SPLITS_AT_ONCE)[:, None, None]
+    column = tl.arange(0, COLUMNS)[None, None, :]
+    if BLOCK_SPLITS == SPLITS_AT_ONCE:
+        at = parts + (part.to(tl.int64) * tokens + token[None, :, None]) * COLUMNS + column
+        mask = here[None, :, None] & (part < splits)
+        wait_for(semaphore, splits)
+        values = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        count_out(semaphore, programs - 1)
+        total = tl.sum(values, axis=0)
+    else:
+        wait_for(semaphore, splits)
+        count_out(semaphore, programs - 1)
+        total = tl.zeros((BALANCED, COLUMNS), tl.float32)
+        for start in range(0, splits, SPLITS_AT_ONCE):
+            at = parts + ((start + part).to(tl.int64) * tokens + token[None, :, None]) * COLUMNS + column
+            mask = here[None, :, None] & (start + part < splits)
+            total += tl.sum(tl.load(at, mask=mask, other=0.0, cache_modifier=".cg"), axis=0)
+    t0, t1, t2, t3 = _of_fours(total)
+    factor = tl.rsqrt(_everywhere(t0, ROWS // 4) * share + norm_eps) * gain
+    # The groups of *pre* and those beyond ROWS are computed with the others and left.
+    t0, t1, t2, t3 = t0 * factor + base0, t1 * factor + base1, t2 * factor + base2, t3 * factor + base3
+    top = tl.maximum(tl.maximum(t0, t1), tl.maximum(t2, t3))
+    top = tl.where(group == POST_GROUP, 0.0, top)
+    t0, t1, t2, t3 = power_of_2(t0 - top), power_of_2(t1 - top), power_of_2(t2 - top), power_of_2(t3 - top)
+    inverse = reciprocal((t0 + t1) + (t2 + t3))
+    k0, k1, k2, k3 = t0 * inverse + hc_eps, t1 * inverse + hc_eps, t2 * inverse + hc_eps, t3 * inverse + hc_eps
+    p0, p1, p2, p3 = reciprocal(1 + t0), reciprocal(1 + t1), reciprocal(1 + t2), reciprocal(1 + t3)
+    post += token[:, None] * 4 + tl.zeros((1, GROUPS), tl.int32)
+    of_post = here[:, None] & (group == POST_GROUP)
+    tl.store(post, 2 * p0, mask=of_post)
+    tl.store(post + 1, 2 * p1, mask=of_post)
+    tl.store(post + 2, 2 * p2, mask=of_post)
+    tl.store(post + 3, 2 * p3, mask=of_post)
+    entries = ()  # type: tuple[tl.tensor, ...]
     if BALANCED == 1:
-        squares = _column(total, column, ROWS)
-        for row in tl.static_range(POST_ROW, ROWS):
-            of_token += (_column(total, column, row),)
+        for row in tl.static_range(COMB_GROUP, ROWS // 4):
+            entries += (_everywhere(k0, row), _everywhere(k1, row), _everywhere(k2, row), _everywhere(k3, row))
+        x0, x1, x2, x3, y0, y1, y2, y3 = balance(*entries, hc_eps, ITERATIONS)
+        row = group - COMB_GROUP
+        x = tl.where(row < 2, tl.where(row == 0, x0, x1), tl.where(row == 2, x2, x3))
+        comb += token[:, None] * 16 + row * 4
+        of_comb = here[:, None] & (row >= 0) & (row < 4)
+        tl.store(comb, k0 * x * y0, mask=of_comb)
+        tl.store(comb + 1, k1 * x * y1, mask=of_comb)
+        tl.store(comb + 2, k2 * x * y2, mask=of_comb)
+        tl.store(comb + 3, k3 * x * y3, mask=of_comb)
     else:
         # Through memory, which leaves a token to each lane. Lanes beyond the last token compute the same as the last
         # one, and store nothing.
-        tl.store(sums + at, total, mask=here[:, None])
+        to = exchange + token[:, None] * COLUMNS + group
+        tl.store(to, k0, mask=here[:, None])
+        tl.store(to + GROUPS, k1, mask=here[:, None])
+        tl.store(to + 2 * GROUPS, k2, mask=here[:, None])
+        tl.store(to + 3 * GROUPS, k3, mask=here[:, None])
         tl.debug_barrier()
-        token = tl.minimum(token, tokens - 1)
-        sums += token * COLUMNS
-        squares = tl.load(sums + ROWS, cache_modifier=".cg")
-        for row in tl.static_range(POST_ROW, ROWS):
-            of_token += (tl.load(sums + row, cache_modifier=".cg"),)
-    inverse_rms = tl.rsqrt(squares / mean_of + norm_eps)
-    store_post_and_comb(
-        of_token, inverse_rms, base, scale, post + token * 4, comb + token * 16, here, hc_eps, ITERATIONS
-    )
+        exchange += tl.minimum(token, tokens - 1) * COLUMNS
+        for row in tl.static_range(COMB_GROUP, ROWS // 4):
+            for k in tl.static_range(4):
+                entries += (tl.load(exchange + (k * GROUPS + row), cache_modifier=".cg"),)
+        x0, x1, x2, x3, y0, y1, y2, y3 = balance(*entries, hc_eps, ITERATIONS)
+        x, y = (x0, x1, x2, x3), (y0, y1, y2, y3)
+        comb += token * 16
+        for row in tl.static_range(4):
+            for k in tl.static_range(4):
+                tl.store(comb + (4 * row + k), entries[4 * row + k] * x[row] * y[k], mask=here)
 
 
 @triton.jit(do_not_specialize=["tokens", "splits", "lag"])
 def site_kernel(
-    streams, output, post, comb, fn, base, scale, weight, next_streams, out, rows, parts, sums, semaphores, tokens, d,
-    d_per_split, splits, lag, hc_eps, norm_eps,
+    streams, output, post, comb, fn, base, scale, weight, next_streams, out, rows, parts, exchange, semaphores, tokens,
+    d, d_per_split, splits, lag, hc_eps, norm_eps,
     POST: tl.constexpr, ROWS: tl.constexpr, ITERATIONS: tl.constexpr, NORM: tl.constexpr, TICKETS: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, COLLAPSED: tl.constexpr,
     BALANCED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -376,7 +439,7 @@ def site_kernel(
         programs = splits + tl.cdiv(count, COLLAPSED)
         if not HEAD:
             programs += tl.cdiv(count, BALANCED)
-        mean_of = 4 * d
+        share = 1.0 / (4 * d)
         task -= splits
         if task < collapsers:
             begin = task * COLLAPSED
@@ -385,14 +448,12 @@ def site_kernel(
                 count_out(semaphore, programs - 1)
                 _collapse(
                     next_streams, parts, base, scale, weight, out, rows, first + begin, min(COLLAPSED, count - begin),
-                    tokens, d, splits, mean_of, hc_eps, norm_eps, ROWS, NORM, COLLAPSED, BLOCK_SPLITS, BLOCKS,
+                    tokens, d, splits, share, hc_eps, norm_eps, ROWS, NORM, COLLAPSED, BLOCK_SPLITS, BLOCKS,
                 )  # fmt: skip
         elif not HEAD:
             begin = (task - collapsers) * BALANCED
             if begin < count:
-                wait_for(semaphore, splits)
-                count_out(semaphore, programs - 1)
                 _balance(
-                    parts, sums, base, scale, post, comb, first + begin, tokens, splits, mean_of, hc_eps, norm_eps,
-                    ROWS, ITERATIONS, BALANCED, BLOCK_SPLITS,
+                    parts, exchange, base, scale, post, comb, semaphore, programs, first + begin, tokens, splits,
+                    share, hc_eps, norm_eps, ROWS, ITERATIONS, BALANCED, BLOCK_SPLITS,
                 )  # fmt: skip
