@@ -58,18 +58,6 @@ def power_of_2(x):
 
 
 @triton.jit
-def collapse_weights(a, b, c, d, inverse_rms, base, scale, hc_eps):
-    """*pre*: the weight of each stream in the collapse, ``sigmoid(logit) + hc_eps``, from the four sums of *pre*."""
-    factor = inverse_rms * tl.load(scale)
-    return (
-        tl.sigmoid(a * factor + tl.load(base)) + hc_eps,
-        tl.sigmoid(b * factor + tl.load(base + 1)) + hc_eps,
-        tl.sigmoid(c * factor + tl.load(base + 2)) + hc_eps,
-        tl.sigmoid(d * factor + tl.load(base + 3)) + hc_eps,
-    )
-
-
-@triton.jit
 def _reciprocals(a, b, c, d):
     """The reciprocals of four numbers as a factor common to all, and four further factors."""
     ab, cd = a * b, c * d

@@ -10,6 +10,9 @@ A program has one of three tasks, for one block of tokens (specification §2):
   Sinkhorn takes as long as all that is done to a row, and nothing in the row needs its result. The final collapse has
   no balancers.
 
+A launch ends with its last follower, so followers do little between the wait and their end: they load constants, which
+the step's weights have driven out of L2, before they wait.
+
 The collapsers and balancers of a block are its *followers*. They come ``lag`` blocks of mixers after its own mixers:
 late enough that they hardly ever wait, early enough that L2 still holds the block.
 
@@ -41,7 +44,7 @@ from ..quantize.nvfp4 import load_halves, store_halves
 from ..quantize.rows import store_quantized_row
 from .sinkhorn import COMB as COMB_ROW
 from .sinkhorn import POST as POST_ROW
-from .sinkhorn import balance, collapse_weights, power_of_2, reciprocal
+from .sinkhorn import balance, power_of_2, reciprocal
 
 COLUMNS = tl.constexpr(32)
 """Columns of a partial sum: the rows of ``fn``, then the sum of squares, then padding."""
@@ -212,21 +215,26 @@ def _prefetch_fn(fn, start, d, ROWS: tl.constexpr, POST: tl.constexpr):
 
 
 @triton.jit
-def _add(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
+def _column(total, column, INDEX: tl.constexpr):
+    """Column INDEX of ``total`` [T, N], in every thread that holds its row."""
+    return tl.sum(tl.where(column[None, :] == INDEX, total, 0.0), axis=1)
 
 
 @triton.jit
-def _load_parts(parts, row, tokens, splits, ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
-    """Load the partial sums of *pre* and of the squares of tokens ``row``, int64 [R]: five fp32 [R, BLOCK_SPLITS]."""
+def _sigmoid(exponent):
+    """The sigmoid of ``-exponent / LOG2_E``."""
+    return reciprocal(1.0 + power_of_2(exponent))
+
+
+@triton.jit
+def _load_sums(parts, row, tokens, splits, ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
+    """Load the partial sums of *pre* and of the squares of tokens ``row``, int64 [R]: fp32 [R, S, 4] and [R, S]."""
     part = tl.arange(0, BLOCK_SPLITS)
     at = parts + (part.to(tl.int64)[None, :] * tokens + row[:, None]) * COLUMNS
     mask = (part < splits)[None, :] & (row < tokens)[:, None]
+    at_pre = at[:, :, None] + tl.arange(0, 4)[None, None, :]
     return (
-        tl.load(at, mask=mask, other=0.0, cache_modifier=".cg"),
-        tl.load(at + 1, mask=mask, other=0.0, cache_modifier=".cg"),
-        tl.load(at + 2, mask=mask, other=0.0, cache_modifier=".cg"),
-        tl.load(at + 3, mask=mask, other=0.0, cache_modifier=".cg"),
+        tl.load(at_pre, mask=mask[:, :, None], other=0.0, cache_modifier=".cg"),
         tl.load(at + ROWS, mask=mask, other=0.0, cache_modifier=".cg"),
     )
 
@@ -244,16 +252,20 @@ def _load_streams(streams, token, d, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _finish_row(
-    first, last, weight, out, rows, token, d, norm_eps, NORM: tl.constexpr, BLOCKS: tl.constexpr,
+    first, last, weight, norm, out, rows, token, d, norm_eps, NORM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Round, normalise and store a collapsed row, and store it in NVFP4, too, if ``rows`` is given."""
+    """Round, normalise and store a collapsed row, and store it in NVFP4, too, if ``rows`` is given.
+
+    norm: what ``weight`` holds, if it has been loaded, else an empty tuple.
+    """
     first, last = round_to_bf16(first), round_to_bf16(last)
     if NORM:
         # The statistics are those of the rounded values, as if RMSNorm read the row from memory.
         inverse_rms = tl.rsqrt(tl.sum(tl.sum(first * first + last * last, axis=1), axis=0) / d + norm_eps)
-        first_weight, last_weight = load_halves(weight, d, BLOCKS)
-        first = round_to_bf16(first * inverse_rms * first_weight)
-        last = round_to_bf16(last * inverse_rms * last_weight)
+        if len(norm) == 0:
+            norm = load_halves(weight, d, BLOCKS)
+        first = round_to_bf16(first * inverse_rms * norm[0])
+        last = round_to_bf16(last * inverse_rms * norm[1])
     store_halves(out + token * d, first.to(tl.bfloat16), last.to(tl.bfloat16), d, BLOCKS)
     if len(rows) > 0:
         store_quantized_row(first, last, rows, token, 0, d // 16, BLOCKS)
@@ -261,28 +273,45 @@ def _finish_row(
 
 @triton.jit
 def _collapse(
-    streams, parts, base, scale, weight, out, rows, first, count, tokens, d, splits, share, hc_eps, norm_eps,
-    ROWS: tl.constexpr, NORM: tl.constexpr, COLLAPSED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
+    streams, parts, base, scale, weight, out, rows, semaphore, programs, first, count, tokens, d, splits, share,
+    hc_eps, norm_eps, ROWS: tl.constexpr, NORM: tl.constexpr, COLLAPSED: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """A collapser's task: ``count`` tokens from ``first`` (int64) on, at most COLLAPSED."""
     index = tl.arange(0, COLLAPSED)
+    # Constants come from memory while mixers are at work. Multiplied here, they do not keep the coefficients waiting
+    # for the streams: loads share a few scoreboards, and the first use of one waits for all loads that share its own.
+    gain = tl.load(scale) * -LOG2_E
+    b0, b1, b2, b3 = tl.load(base), tl.load(base + 1), tl.load(base + 2), tl.load(base + 3)
+    b0, b1, b2, b3 = b0 * -LOG2_E, b1 * -LOG2_E, b2 * -LOG2_E, b3 * -LOG2_E
+    norm = ()  # type: tuple[tl.tensor, ...]
+    if NORM and COLLAPSED == 1:
+        norm = load_halves(weight, d, BLOCKS)
+    wait_for(semaphore, splits)
+    count_out(semaphore, programs - 1)
+    sums, squares = _load_sums(parts, first + index, tokens, splits, ROWS, BLOCK_SPLITS)
     if COLLAPSED == 1:
-        # Loaded ahead of the coefficients, which are computed while the streams arrive.
+        # Loaded ahead of the coefficients, which are computed while the streams arrive. The assembler would load some
+        # once the sums have been added up, but moves no load behind a barrier.
         x0, y0, x1, y1, x2, y2, x3, y3 = _load_streams(streams, first, d, BLOCKS)
-    sums = _load_parts(parts, first + index, tokens, splits, ROWS, BLOCK_SPLITS)
-    s0, s1, s2, s3, squares = tl.reduce(sums, 1, _add)
-    inverse_rms = tl.rsqrt(squares * share + norm_eps)
-    p0, p1, p2, p3 = collapse_weights(s0, s1, s2, s3, inverse_rms, base, scale, hc_eps)
+        tl.debug_barrier()
+    factor = tl.rsqrt(tl.sum(squares, axis=1) * share + norm_eps) * gain
+    sums = tl.sum(sums, axis=1)
+    stream = tl.arange(0, 4)
+    p0 = _sigmoid(_column(sums, stream, 0) * factor + b0) + hc_eps
+    p1 = _sigmoid(_column(sums, stream, 1) * factor + b1) + hc_eps
+    p2 = _sigmoid(_column(sums, stream, 2) * factor + b2) + hc_eps
+    p3 = _sigmoid(_column(sums, stream, 3) * factor + b3) + hc_eps
     for row in tl.range(0, count):
         if COLLAPSED > 1:
             x0, y0, x1, y1, x2, y2, x3, y3 = _load_streams(streams, first + row, d, BLOCKS)
-        w0 = tl.sum(tl.where(index == row, p0, 0.0), axis=0)
-        w1 = tl.sum(tl.where(index == row, p1, 0.0), axis=0)
-        w2 = tl.sum(tl.where(index == row, p2, 0.0), axis=0)
-        w3 = tl.sum(tl.where(index == row, p3, 0.0), axis=0)
+        q0 = tl.sum(tl.where(index == row, p0, 0.0), axis=0)
+        q1 = tl.sum(tl.where(index == row, p1, 0.0), axis=0)
+        q2 = tl.sum(tl.where(index == row, p2, 0.0), axis=0)
+        q3 = tl.sum(tl.where(index == row, p3, 0.0), axis=0)
         _finish_row(
-            (w0 * x0 + w1 * x1) + (w2 * x2 + w3 * x3), (w0 * y0 + w1 * y1) + (w2 * y2 + w3 * y3), weight, out, rows,
-            first + row, d, norm_eps, NORM, BLOCKS,
+            (q0 * x0 + q1 * x1) + (q2 * x2 + q3 * x3), (q0 * y0 + q1 * y1) + (q2 * y2 + q3 * y3), weight, norm,
+            out, rows, first + row, d, norm_eps, NORM, BLOCKS,
         )  # fmt: skip
 
 
@@ -444,11 +473,10 @@ def site_kernel(
         if task < collapsers:
             begin = task * COLLAPSED
             if begin < count:
-                wait_for(semaphore, splits)
-                count_out(semaphore, programs - 1)
                 _collapse(
-                    next_streams, parts, base, scale, weight, out, rows, first + begin, min(COLLAPSED, count - begin),
-                    tokens, d, splits, share, hc_eps, norm_eps, ROWS, NORM, COLLAPSED, BLOCK_SPLITS, BLOCKS,
+                    next_streams, parts, base, scale, weight, out, rows, semaphore, programs, first + begin,
+                    min(COLLAPSED, count - begin), tokens, d, splits, share, hc_eps, norm_eps, ROWS, NORM, COLLAPSED,
+                    BLOCK_SPLITS, BLOCKS,
                 )  # fmt: skip
         elif not HEAD:
             begin = (task - collapsers) * BALANCED
