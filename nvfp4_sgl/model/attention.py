@@ -42,12 +42,14 @@ class Attention(nn.Module):
         All of this pass's cache writes come before any read, so that a query sees the window that it completes.
         """
         prepared = self.prepare(self.project_x(x), x, step, cache, self.project_q.takes)
-        scores = self.select is not None and (self.projects_all or self.select.scores(step))
-        q, *index_q = self.project_q(prepared.q_lora, None if scores else 1)
+        if self.select is None or self.projects_all or self.select.scores(step):
+            q, *index_q = self.project_q(prepared.q_lora)
+        else:
+            (q,), index_q = self.project_q(prepared.q_lora, 1), []
         entries = None
         if self.select is not None:
             assert prepared.index_weights is not None
-            entries = self.select(index_q[0] if scores else None, prepared.index_weights, step, cache)
+            entries = self.select(index_q[0] if index_q else None, prepared.index_weights, step, cache)
         o = self.attend(q, step, cache, entries, self.wo_a.takes)
         (output,) = self.wo_b(self.wo_a(o, self.wo_b.takes))
         return output
