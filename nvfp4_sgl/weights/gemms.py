@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nvfp4_sgl.checkpoint.names import TensorSpec, attention_specs
@@ -196,6 +196,14 @@ def draft_gemms(
         for part in (_attention, _experts)
         for gemm in part(config, layer, owner, kind_of, rule)
     ]
+
+
+def without_index_queries(gemm: GemmSpec) -> GemmSpec:
+    """The GEMM of a pass that scores nothing; any that multiplies no index queries as it is."""
+    if len(gemm.shards) < 2 or not gemm.shards[-1].stem.endswith(".indexer.wq_b"):
+        return gemm
+    names, rows = gemm.name.rpartition(" + ")[0], gemm.shard_rows[:-1]
+    return replace(gemm, name=names, features=sum(rows), shards=gemm.shards[:-1], shard_rows=rows)
 
 
 def _projection(spec: TensorSpec, kind: OperandKind) -> GemmSpec:

@@ -112,7 +112,7 @@ MISTAKES = {
         "ring",
     ),
     "columns of a GEMM one further": Mistake(
-        "targets.fused.projections", "result.split(gemm.sizes", "result.roll(1, dims=1).split(gemm.sizes", HCA
+        "targets.fused.projections", "result.split(sizes", "result.roll(1, dims=1).split(sizes", HCA
     ),
     "o-groups in another order": Mistake(
         "targets.fused.projections", "result.flatten(1)", "result.flip(1).flatten(1)", HCA

@@ -104,8 +104,8 @@ MISTAKES = {
     "no constant row scale behind SwiGLU": ("down.global_scale * self._hidden_scale", "down.global_scale"),
     "no row scale after the GEMM": ("scale_rows(sums, scale,", "scale_rows(sums, torch.ones_like(scale),"),
     "row scales of other groups": (
-        "torch.float32), scale, dtype",
-        "torch.float32), scale.roll(1, 1) if scale.dim() == 2 else scale, dtype",
+        "torch.float32, features), scale, dtype",
+        "torch.float32, features), scale.roll(1, 1) if scale.dim() == 2 else scale, dtype",
     ),
     "experts read what is not rounded": ("scatter_rows(values, routes", "scatter_rows(x, routes"),
 }

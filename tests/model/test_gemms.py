@@ -9,7 +9,15 @@ import pytest
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.weights.gemms import TOGETHER, OperandKind, distinct_gemms, draft_gemms, launched_gemms, step_gemms
+from nvfp4_sgl.weights.gemms import (
+    TOGETHER,
+    OperandKind,
+    distinct_gemms,
+    draft_gemms,
+    launched_gemms,
+    step_gemms,
+    without_index_queries,
+)
 from nvfp4_sgl.weights.parallel import Ownership
 from tests.support.released import FLASH, PRO, config_json
 
@@ -156,3 +164,10 @@ def mxfp8(stem: str) -> OperandKind:
     """:func:`released` as SM100 multiplies it."""
     kind = released(stem)
     return "mxfp8" if kind == "fp8" else kind
+
+
+def test_a_pass_that_scores_nothing_multiplies_no_index_queries() -> None:
+    """What is left is the GEMM of a layer that has no index queries; others stay as they are."""
+    found = launched_gemms(ModelConfig.from_dict(config_json(FLASH)))
+    left = {without_index_queries(gemm) for gemm in found}
+    assert left == {gemm for gemm in found if gemm.name != "wq_b + indexer.wq_b"} < set(found)

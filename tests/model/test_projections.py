@@ -29,8 +29,8 @@ class Recorded(torch.nn.Module):
         self.takes, self.sizes = takes, [ROWS[shard.stem] for shard in shards]
         self.columns = torch.cat([torch.full((ROWS[shard.stem],), float(ord(shard.stem))) for shard in shards])
 
-    def forward(self, x: Activation, dtype: torch.dtype) -> Tensor:
-        return self.columns.to(dtype).expand(2, -1)
+    def forward(self, x: Activation, dtype: torch.dtype, features: int | None = None) -> Tensor:
+        return self.columns[:features].to(dtype).expand(2, -1)
 
 
 class Recording:
@@ -65,3 +65,6 @@ def test_columns_are_in_the_order_of_the_matrices(of: target.Descriptor, loaded:
         for (stem, rows), found in zip(ROWS.items(), columns, strict=True):
             assert torch.equal(found, torch.full((2, rows), float(ord(stem)), dtype=dtype))
     assert projection.takes == (Form.VALUES | Form.NVFP4 if loaded["nvfp4"] else Form.VALUES)
+    for first in range(1, len(ROWS) + 1):
+        found = projection(Activation(), first)
+        assert all(map(torch.equal, found, columns[:first])) and len(found) == first

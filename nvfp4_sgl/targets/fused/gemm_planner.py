@@ -32,7 +32,7 @@ from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens
 from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
-from nvfp4_sgl.weights.gemms import GemmSpec
+from nvfp4_sgl.weights.gemms import GemmSpec, without_index_queries
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class GemmPlanner(FusedPlanner):
             specs = target.gemms(context.config, owner, storage)
         else:
             specs = target.draft_gemms(context.config, draft.projections, draft.stages, owner, storage)
-        found = dict.fromkeys(each for spec in specs for each in (spec, _without_index_queries(spec)))
+        found = dict.fromkeys(each for spec in specs for each in (spec, without_index_queries(spec)))
         return [_with_fp32_sums(gemm) for gemm in found] if target.fp32_sums else list(found)
 
     def triton_variants(
@@ -167,14 +167,6 @@ class GemmPlanner(FusedPlanner):
         with launcher.use(dry), ahead.recording() as variants:
             FusedPlanner.warm_up(self, decoder, table, tokens)
         return list(variants)
-
-
-def _without_index_queries(gemm: GemmSpec) -> GemmSpec:
-    """The GEMM of a pass that scores nothing; any that multiplies no index queries as it is."""
-    if len(gemm.shards) < 2 or not gemm.shards[-1].stem.endswith(".indexer.wq_b"):
-        return gemm
-    names, rows = gemm.name.rpartition(" + ")[0], gemm.shard_rows[:-1]
-    return replace(gemm, name=names, features=sum(rows), shards=gemm.shards[:-1], shard_rows=rows)
 
 
 def _with_fp32_sums(gemm: GemmSpec) -> GemmSpec:
