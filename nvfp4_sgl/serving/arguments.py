@@ -147,7 +147,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             f"--cuda-graph-config: prefill backend {backend}: not implemented for {ARCHITECTURE} by this package;"
             " leave it out"
         )
-    prompt_switch.asked()
+    prompt_switch.check_asked(on_gpu=descriptor(detect_target()).on_gpu)
     for name in OTHER_FRONT_ENDS:
         if os.environ.get(name, "0").lower() not in ("", "0", "false"):
             raise UnsupportedError(f"{name}: not implemented for {ARCHITECTURE} by this package; unset it")

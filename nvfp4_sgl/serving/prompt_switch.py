@@ -26,6 +26,16 @@ def asked() -> bool | None:
     return None if not given else given == "1"
 
 
+def check_asked(*, on_gpu: bool) -> None:
+    """Refuse a wrong value of :data:`SWITCH`, and prompts that are asked for where no target has graphs; at once.
+
+    Raises:
+        ConfigError: as it says.
+    """
+    if asked() and not on_gpu:
+        raise ConfigError(f"{SWITCH}=1: expected a GPU, found none; unset {SWITCH}, or set it to 0")
+
+
 def captured_tokens() -> tuple[int, ...]:
     """Tokens of the prompt passes that this server captures; empty if it captures none.
 

@@ -60,6 +60,19 @@ def test_another_value_is_refused(served: pytest.MonkeyPatch) -> None:
         prompt_switch.captured_tokens()
 
 
+@pytest.mark.parametrize("value", ["", "0", "1"])
+def test_prompts_asked_for_without_a_gpu_are_refused_before_the_start(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, value)
+    prompt_switch.check_asked(on_gpu=True)
+    if value != "1":
+        prompt_switch.check_asked(on_gpu=False)
+        return
+    with pytest.raises(ConfigError, match=f"{SWITCH}=1: expected a GPU, found none; unset {SWITCH}"):
+        prompt_switch.check_asked(on_gpu=False)
+
+
 @pytest.mark.parametrize("by_default", [False, True])
 def test_no_graph_has_more_tokens_than_a_chunk(by_default: bool, served: pytest.MonkeyPatch) -> None:
     """Kernels are compiled before the start for passes up to a chunk."""
