@@ -87,6 +87,23 @@ def unpack_tiles(packed: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:
     )
 
 
+def first_tiles(tiles: Tensor, rows: int, count: int) -> Tensor:
+    """The tiles of the first ``count`` of a matrix's rows, in place.
+
+    Args:
+        tiles: uint8 [1, ceil(rows / 128), K tiles, bytes], of weights of any kind.
+
+    Raises:
+        OperandValueError: there are several matrices, or so many rows are no whole tiles of this one.
+    """
+    if len(tiles) != 1 or count % TILE_ROWS or not 0 < count <= rows:
+        raise OperandValueError(
+            f"features: expected a multiple of {TILE_ROWS} up to {rows} of a single matrix, found {count} of"
+            f" {len(tiles)}"
+        )
+    return tiles[:, : count // TILE_ROWS]
+
+
 def _without_zero_blocks(codes: Tensor, scales: Tensor) -> Tensor:
     """Zeros, their signs kept, for the codes of blocks whose scale is 0: the kernel's scales are never 0."""
     blocks = codes.unflatten(-1, (-1, BLOCK // 2))

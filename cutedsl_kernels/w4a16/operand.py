@@ -15,7 +15,7 @@ from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import require_dimensions, require_dtype, require_multiple, require_shape
 from nvfp4_sgl.limits import TILED_K_MULTIPLE
 
-from ..sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS, pack_tiles
+from ..sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS, first_tiles, pack_tiles
 from ..sm90.shape import GATE_ROWS
 
 
@@ -84,18 +84,9 @@ class TiledWeights:
         return cls._make(codes, block_scales, alpha, checked)
 
     def first(self, features: int) -> TiledWeights:
-        """The weight of the first ``features`` rows of a dense GEMM: whole tiles, in place.
-
-        Raises:
-            OperandValueError: there are several matrices, or so many rows are no whole tiles of this one.
-        """
-        tiles = features // TILE_ROWS
-        if len(self.tiles) != 1 or features % TILE_ROWS or not 0 < features <= self.features:
-            raise OperandValueError(
-                f"features: expected a multiple of {TILE_ROWS} up to {self.features} of a single matrix, found"
-                f" {features} of {len(self.tiles)}"
-            )
-        return replace(self, tiles=self.tiles[:, :tiles], scale=self.scale[:, :features], features=features)
+        """The weight of the first ``features`` rows of a dense GEMM, in place; errors as of ``first_tiles``."""
+        tiles = first_tiles(self.tiles, self.features, features)
+        return replace(self, tiles=tiles, scale=self.scale[:, :features], features=features)
 
     @classmethod
     def allocate_experts(cls, experts: int, features: int, k: int, device: torch.device) -> TiledWeights:

@@ -15,7 +15,7 @@ from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 
 from ..sm90.fp8_layout import pack_fp8_tiles
-from ..sm90.layout import TILE_ROWS
+from ..sm90.layout import first_tiles
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,6 @@ class Fp8TiledWeights:
         return cls(pack_fp8_tiles(codes, scale), ones, codes.shape[1], codes.shape[2])
 
     def first(self, features: int) -> Fp8TiledWeights:
-        """The weight of the first ``features`` rows of a dense GEMM: whole tiles, in place.
-
-        Raises:
-            OperandValueError: there are several matrices, or so many rows are no whole tiles of this one.
-        """
-        tiles = features // TILE_ROWS
-        if len(self.tiles) != 1 or features % TILE_ROWS or not 0 < features <= self.features:
-            raise OperandValueError(
-                f"features: expected a multiple of {TILE_ROWS} up to {self.features} of a single matrix, found"
-                f" {features} of {len(self.tiles)}"
-            )
-        return replace(self, tiles=self.tiles[:, :tiles], features=features)
+        """The weight of the first ``features`` rows of a dense GEMM, in place; errors as of ``first_tiles``."""
+        tiles = first_tiles(self.tiles, self.features, features)
+        return replace(self, tiles=tiles, features=features)

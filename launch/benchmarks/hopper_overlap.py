@@ -72,6 +72,7 @@ GRAPH_US = 5_000
 """Launches that take longer than this share a graph with fewer."""
 WARM, REPLAYS = 3, 9
 SMALL_RUNS = 64
+"""Launches of the small kernel in the graph that times it."""
 SMALL_WIDTH, SMALL_ROWS = 4096, 8
 BEHIND_SMALL = (True, True, True, False, True, False)
 """Whether a layer has another kernel in front of each of its GEMMs: not between wo_a and wo_b, nor before down."""

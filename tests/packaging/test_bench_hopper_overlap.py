@@ -179,7 +179,7 @@ def test_the_layer_of_flash() -> None:
 
 
 def test_kernels_are_compiled_in_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of down both that which waits first and that which reads counts ahead."""
+    """The down GEMM that waits first, and the one that reads counts ahead."""
     monkeypatch.setattr(ReferenceLauncher, "clusters", lambda self, device: H200_CLUSTERS)
     shapes, limit = hopper_overlap.shapes_of([1, 8], [1, 64])
     downs = [shape for shape in shapes if shape.grouped and not shape.gated]

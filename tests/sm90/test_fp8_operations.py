@@ -56,6 +56,14 @@ def test_product(emulated: EmulatedLauncher) -> None:
     assert all(key.name.startswith("fp8_sm_90a_") for key in emulated.keys)
 
 
+def test_the_first_rows_of_merged_weights(emulated: EmulatedLauncher) -> None:
+    weights, tokens = matrix(264, 128, seed=5), random_tokens(3, 128, seed=6)
+    tiled = Fp8TiledWeights.of(weights)
+    assert torch.equal(operations.product(tokens, tiled.first(128)), operations.product(tokens, tiled)[:, :128])
+    with pytest.raises(OperandValueError, match="multiple of 128 up to 264 of a single matrix, found 100 of 1"):
+        tiled.first(100)
+
+
 def test_groups_of_strided_rows(emulated: EmulatedLauncher) -> None:
     weights, tokens = matrix(2, 16, 64, seed=3), random_tokens(9, 3, 72, seed=4)[:, :2, :64]
     out = operations.product(tokens, Fp8TiledWeights.of(weights))

@@ -42,7 +42,8 @@ class MxFp8Gemm(nn.Module):
         self.weights = Parameters(MxFp8Weights.of(matrix.to(context.device)))
 
     def forward(self, x: Activation, dtype: torch.dtype, features: int | None = None) -> Tensor:
-        return operations.product(quantized(x.require_values()), self.weights.operand, dtype=dtype)[..., :features]
+        product: Tensor = operations.product(quantized(x.require_values()), self.weights.operand, dtype=dtype)
+        return product if features is None else product[:, :features]
 
 
 class MxFp8GatedGemm(nn.Module):

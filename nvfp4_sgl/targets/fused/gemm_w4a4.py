@@ -38,7 +38,8 @@ class W4A4Gemm(nn.Module):
         self._multiply = operations.product if groups is None else operations.grouped_product
 
     def forward(self, x: Activation, dtype: torch.dtype, features: int | None = None) -> Tensor:
-        return self._multiply(x.require_rows(), self.weights.operand, dtype=dtype)[..., :features]
+        product: Tensor = self._multiply(x.require_rows(), self.weights.operand, dtype=dtype)
+        return product if features is None else product[:, :features]
 
 
 class W4A4ExpertGemms(nn.Module):
