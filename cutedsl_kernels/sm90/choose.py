@@ -65,11 +65,20 @@ def _choose_experts(
     return _best(expert_shapes(k, token_tile, gated, output), problem, clusters)
 
 
+NARROW_MEAN = 4
+"""The largest mean of tokens of an expert that takes tiles of 8. With more, many experts would need two of them, each of
+which expands the weights; a tile of 16 costs little more where it is multiplied 8 wide (``KernelShape.widths``)."""
+
+
 def expert_tile(pairs: int, experts: int) -> int:
-    """Tokens of an expert's tile: the narrowest that holds the mean of the experts that are visited."""
+    """Tokens of an expert's tile: the narrowest that holds the mean of the experts that are visited, and above
+    :data:`NARROW_MEAN` no tile of 8."""
     problem = Problem(1, 1, planned_pairs(pairs), experts, is_routed=True)
     mean = problem.rows / problem.visited
-    return next((tile for tile in TOKEN_TILES if mean <= tile), TOKEN_TILES[-1])
+    narrowest, *wider = TOKEN_TILES
+    if mean <= NARROW_MEAN:
+        return narrowest
+    return next((tile for tile in wider if mean <= tile), TOKEN_TILES[-1])
 
 
 def gemm_shapes(k: int, tokens: int, output: Output, kind: WeightKind = "nvfp4") -> Iterator[KernelShape]:

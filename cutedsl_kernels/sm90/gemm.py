@@ -231,7 +231,7 @@ class W4A16Gemm(Gemm):
                         shape, load, storage.tokens.data_ptr().toint(), tokens.iterator.toint(),
                         Int64(tokens.stride[0]) * 2, tokens.shape[1], sources, own.lane,
                     )  # fmt: skip
-                elif cutlass.const_expr(shape.trims):
+                elif cutlass.const_expr(shape.trims_loads):
                     loads = TrimmedLoads.create(shape, load, schedule, atom, tokens, self._tokens(storage))
                 else:
                     loads = StageLoads.create(shape, load, atom, tokens, self._tokens(storage), policy)
@@ -300,7 +300,8 @@ class W4A16Gemm(Gemm):
         Each width has sums of its own: ptxas serialises all wgmmas whose registers several loops share.
         """
         shape = self.shape
-        values = cute.make_rmem_tensor((width // 2,), Float32)
+        # Whole chunks are stored.
+        values = cute.make_rmem_tensor((max(width, shape.chunk) // 2,), Float32)
         if cutlass.const_expr(shape.trims):
             # The first MMA sets them, but the compiler does not know, and would keep each width's from tile to tile.
             values.fill(0.0)

@@ -39,15 +39,18 @@ TEAMS = TILE_ROWS // WARPGROUP_ROWS
 CONSUMER_WARPS = TEAM_WARPS * TEAMS
 CONSUMER_REGISTERS, LOADER_REGISTERS = 232, 40
 """Registers of a thread of the widest kernel, whose sums alone take 128; a multiple of 8 each."""
-THREE_CTAS_MAX_TILE, TWO_CTAS_MAX_TILE = 16, 64
-"""The widest token tiles whose kernels' registers and shared memory let three CTAs, or two, share an SM."""
-WARP_MMA_MAX_TILE = 16
-"""The widest token tile that warps multiply by mma.sync (warp_sums.py)."""
+TWO_CTAS_MAX_TILE = 64
+"""The widest token tile whose kernels' registers and shared memory let two CTAs share an SM. Of kernels whose warps
+multiply by themselves three do."""
+WARP_MMA_MAX_TILE, EXPERT_WARP_MMA_MAX_TILE = 16, 8
+"""The widest token tile that warps multiply by mma.sync (warp_sums.py), of dense kernels and of experts' ones. Experts
+take tiles of 16 where the GPU is at its power limit, and wgmma reads tokens from shared memory for four warps at once:
+3 % less at 384 tokens (``launch/results/hopper_step_h200.md``)."""
 GATHER_MAX_TILE = 16
 """The widest token tile whose rows are loaded one by one."""
 LOAD_TOKENS = 32
 """Tokens of a load where a tile with few of them takes less."""
-WIDTHS: Mapping[int, tuple[int, ...]] = {128: (64, 96, 128), 256: (128, 192, 256)}
+WIDTHS: Mapping[int, tuple[int, ...]] = {16: (8, 16), 128: (64, 96, 128), 256: (128, 192, 256)}
 """By token tile: how many tokens of an expert's tile may be multiplied. A tile takes the least width that holds its
 tokens. Each width is a loop of its own in the code; with four of them ptxas serialises the wgmmas of the wider tile for
 lack of registers."""
@@ -141,17 +144,23 @@ class KernelShape(GemmShape):
     @property
     def multiplies_by_warp(self) -> bool:
         """Whether each warp multiplies by itself, with mma.sync, rather than a warpgroup with wgmma."""
-        return self.token_tile <= WARP_MMA_MAX_TILE
+        return self.token_tile <= (EXPERT_WARP_MMA_MAX_TILE if self.grouped else WARP_MMA_MAX_TILE)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Tokens of a tile that are loaded and multiplied: the least of these that holds those that there are."""
-        return WIDTHS.get(self.token_tile, (self.token_tile,)) if self.grouped else (self.token_tile,)
+        whole = (self.token_tile,)
+        return WIDTHS.get(self.token_tile, whole) if self.grouped and self.split_k == 1 else whole
 
     @property
     def trims(self) -> bool:
         """Whether a tile with few tokens is loaded and multiplied in part."""
         return len(self.widths) > 1
+
+    @property
+    def trims_loads(self) -> bool:
+        """Whether such a tile is loaded in part, too; fewer than 32 tokens are one load."""
+        return self.trims and self.token_tile > LOAD_TOKENS
 
     @property
     def keeps_first_tiles(self) -> bool:
@@ -160,7 +169,7 @@ class KernelShape(GemmShape):
     @property
     def load_tokens(self) -> int:
         """Tokens of a load."""
-        return LOAD_TOKENS if self.trims else self.token_tile
+        return LOAD_TOKENS if self.trims_loads else self.token_tile
 
     @property
     def reallocates(self) -> bool:
@@ -191,7 +200,7 @@ class KernelShape(GemmShape):
             # Partial sums of half of so many tokens leave two CTAs two stages each.
             is_full = self.split_k > 1 and self.token_tile == MAX_SPLIT_TILE
             return 2 if self.token_tile <= TWO_CTAS_MAX_TILE and not is_full else 1
-        if self.token_tile <= THREE_CTAS_MAX_TILE and self.split_k == 1:
+        if self.multiplies_by_warp and self.split_k == 1:
             return 3
         if self.gated and self.grouped and (self.token_tile, self.split_k) == (32, 8):
             return 1  # for its 114 registers

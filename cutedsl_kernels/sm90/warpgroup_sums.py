@@ -60,6 +60,9 @@ class WarpgroupSums(Fixed):
         released = position.index
         for k_tile in cutlass.range(k_begin, k_end, unroll=1):
             ring.wait_full(position)
+            if cutlass.const_expr(shape.gathers):
+                # cp.async has written the tokens through the generic proxy; wgmma reads them through the other.
+                cute.arch.fence_view_async_shared()
             staged = self.weights + position.index * shape.tile_bytes
             loaded = [load_stage_half(shape, staged, self.warp, half) for half in range(2)]
             for half in cutlass.range_constexpr(2):

@@ -16,7 +16,7 @@ def checked_binary(shape: KernelShape) -> Binary:
     binary = compile_binary("sm_90a", entry, *entry.example())
     loops = len(shape.widths)
     if shape.multiplies_by_warp:
-        groups = shape.token_tile // 8
+        groups = sum(width // 8 for width in shape.widths)
         assert binary.count("HMMA") == 8 * groups, "a stage of 128 of K"
         assert binary.count("LDSM") == 4 * groups, "two steps each"
         assert binary.count("HGMMA") == 0
