@@ -66,8 +66,8 @@ def _choose_experts(
 
 
 NARROW_MEAN = 4
-"""The largest mean of tokens of an expert that takes tiles of 8. With more, many experts would need two of them, each of
-which expands the weights; a tile of 16 costs little more where it is multiplied 8 wide (``KernelShape.widths``)."""
+"""The largest mean of tokens of an expert that takes tiles of 8. With more, many experts would need two of them, each
+of which expands the weights; a tile of 16 costs little more where it is multiplied 8 wide (``KernelShape.widths``)."""
 
 
 def expert_tile(pairs: int, experts: int) -> int:

@@ -5,8 +5,8 @@ of each GEMM (``launch/results/hopper_step_h200.json``). What a shape costs over
 meets within 1.3 µs for half of the shapes. It ranks shapes; it does not predict the time of a launch alone. For wider
 tiles the constants are those of ``launch/results/hopper_gemm_h200.md``. The constants of tiles of 8 and 16 tokens were
 fitted with wgmma, which mma.sync replaced. The shapes that they choose are as fast in a step as the best
-(``launch/results/hopper_step_mma_sync_h200.json``). All constants are NVFP4's. FP8 weights are assumed to have the
-same, but for the bytes of a tile.
+(``launch/results/hopper_step_mma_sync_h200.json``). Experts' tiles of 16 use wgmma again. All constants are NVFP4's.
+FP8 weights are assumed to have the same, but for the bytes of a tile.
 
 Clusters take tiles in waves. In a wave a CTA is bound by its own chain of stages, epilogue and exchange, or by its SM,
 which expands weights and exchanges sums for all of its CTAs. Reading weights again for other token tiles costs no

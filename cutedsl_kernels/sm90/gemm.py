@@ -13,8 +13,8 @@ of tokens; features whose output rows are whole 16 bytes, since a TMA store writ
 
 Warps: two warpgroups that expand, multiply and store, 64 of a tile's 128 rows each, and one warp for loads. They share
 a ring of stages of 128 of K: a tile of weights by one copy, the tokens by TMA, or by cp.async from the rows of an
-unsorted matrix (load.py). Up to 16 tokens every warp multiplies by itself (warp_sums.py), with more a warpgroup does
-(warpgroup_sums.py). CTAs are persistent.
+unsorted matrix (load.py). Up to 16 tokens, or 8 of an expert, every warp multiplies by itself (warp_sums.py), with more
+a warpgroup does (warpgroup_sums.py). CTAs are persistent.
 
 Programmatic dependent launch: each CTA sets up and issues the weight loads of its first stages before the previous
 kernel has ended; it reads tokens and writes outputs after that. With experts the counts say whose weights are needed:

@@ -177,8 +177,7 @@ class GatheredLoads(Fixed):
 
     @property
     def finds_early(self) -> bool:
-        # The rows of 16 tokens, held meanwhile, would take 80 registers, and three CTAs of an SM have 72.
-        return self.shape.token_tile == 8
+        return True
 
     def load_weights(self, ring: Ring, position: Any, feature_tile: Any, k_tile: Any, group: Any) -> None:
         """Announce the bytes of a stage's weights and load them."""

@@ -148,18 +148,18 @@ class KernelShape(GemmShape):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Tokens of a tile that are loaded and multiplied: the least of these that holds those that there are."""
+        """Tokens of a tile that are multiplied: the least of these that holds those that there are."""
         whole = (self.token_tile,)
         return WIDTHS.get(self.token_tile, whole) if self.grouped and self.split_k == 1 else whole
 
     @property
     def trims(self) -> bool:
-        """Whether a tile with few tokens is loaded and multiplied in part."""
+        """Whether a tile with few tokens is multiplied in part."""
         return len(self.widths) > 1
 
     @property
     def trims_loads(self) -> bool:
-        """Whether such a tile is loaded in part, too; fewer than 32 tokens are one load."""
+        """Whether a tile with few tokens is loaded in part, too."""
         return self.trims and self.token_tile > LOAD_TOKENS
 
     @property

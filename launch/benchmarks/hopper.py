@@ -40,6 +40,7 @@ from nvfp4_sgl.cutedsl_kernels.w4a16 import operations
 from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
 from nvfp4_sgl.cutedsl_kernels.w8a16 import operations as fp8_operations
 from nvfp4_sgl.cutedsl_kernels.w8a16.operand import Fp8TiledWeights
+from nvfp4_sgl.formats.checks import keeping_nothing
 from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.nvfp4 import NvFp4Tensor
 from nvfp4_sgl.weights.gemms import distinct_gemms
@@ -221,7 +222,7 @@ def measure(operands: Operands, count: int, shapes: Sequence[KernelShape], peers
     cublas = rotating([partial(torch.bmm, batch, w.transpose(1, 2)) for w in operands.bf16])
     theirs = peers.times(batch)
     for shape in shapes:
-        with mock.patch.object(plan, "plan_w4a16", mock.Mock(return_value=shape)):
+        with keeping_nothing(), mock.patch.object(plan, "plan_w4a16", mock.Mock(return_value=shape)):
             operands.check(tokens, out)
             us = rotating([partial(operands.run, copy, tokens, out) for copy in range(len(operands.weights))])
         elements = gemm.groups * gemm.features * gemm.k

@@ -31,6 +31,7 @@ from nvfp4_sgl.cutedsl_kernels.common.shape import Output
 from nvfp4_sgl.cutedsl_kernels.plan import Pin
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import expert_shapes, gemm_shapes
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import MIN_STAGES, KernelShape
+from nvfp4_sgl.formats.checks import keeping_nothing
 from nvfp4_sgl.standalone import Standalone
 
 LIMIT = 0.1
@@ -103,8 +104,9 @@ class Plans:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """See and replace all plans inside the block."""
+        """See and replace all plans inside the block, where each launch is planned."""
         with ExitStack() as stack:
+            stack.enter_context(keeping_nothing())
             for name, of in (("plan_w4a16", Gemm.of_product), ("plan_w4a16_experts", Gemm.of_experts)):
                 stack.enter_context(mock.patch.object(plan, name, partial(self._plan, getattr(plan, name), of)))
             yield

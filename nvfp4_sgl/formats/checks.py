@@ -7,7 +7,8 @@ expected and what was found.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -25,6 +26,8 @@ PLAIN = (type(None), bool, int, float, str)
 """Types of arguments that are compared by their values."""
 _kept: list[dict[Any, Any]] = []
 """The results of each function of :func:`once`."""
+_keeping = True
+"""Whether results are kept: not inside :func:`keeping_nothing`."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -71,7 +74,8 @@ def once(check: Callable[Given, Result]) -> Callable[Given, Result]:
         result = check(*arguments, **named)
         if len(results) >= REMEMBERED:
             results.clear()
-        results[key] = result
+        if _keeping:
+            results[key] = result
         return result
 
     return remembered
@@ -84,6 +88,21 @@ def forget() -> None:
     """
     for results in _kept:
         results.clear()
+
+
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Have all functions of :func:`once` compute anew inside the block, each time.
+
+    For benchmarks and tests that replace what these go by, such as a planner, or count how often it is asked.
+    """
+    global _keeping
+    forget()
+    _keeping = False
+    try:
+        yield
+    finally:
+        _keeping = True
 
 
 def require_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:

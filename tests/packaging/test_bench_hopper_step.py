@@ -7,11 +7,17 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from nvfp4_sgl.cutedsl_kernels import plan
 from nvfp4_sgl.cutedsl_kernels.sm90.choose import H200_CLUSTERS
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
+from nvfp4_sgl.cutedsl_kernels.w4a16.operand import TiledWeights
+from nvfp4_sgl.cutedsl_kernels.w4a16.operations import product
 from tests.packaging.checkout import ROOT
+from tests.sm90.support.products import random_tokens
+from tests.sm90.test_operations import matrix
+from tests.sm100.support.launcher import emulated_operations
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
@@ -37,6 +43,23 @@ def test_plans_are_seen_and_replaced() -> None:
         assert plan_both() == (before[0], replace(before[1], max_ctas=1))
     assert plan_both() == before
     assert plans.calls == {DENSE: 2, DOWN: 2}
+
+
+def test_each_launch_is_planned() -> None:
+    """Operations remember their launches; another shape would not be tried, and one launch of a shape counted."""
+    weights, tokens = matrix(16, 128, seed=1), random_tokens(1, 128, seed=2)
+    tiled = TiledWeights.dense(weights.packed, weights.block_scale, weights.global_scale)
+    gemm = Gemm("product", 16, 128, 1, 1, "bf16")
+    with emulated_operations(name="sm_90a", gpu=H200_CLUSTERS) as runner:
+        first, plans = product(tokens, tiled), Plans()
+        with plans.active():
+            planned = [product(tokens, tiled) for _ in range(2)]
+            plans.instead = {gemm: KernelShape(16, output="bf16")}
+            replaced = product(tokens, tiled)
+        last = product(tokens, tiled)
+    assert plans.calls == {gemm: 3}
+    assert [key.shape.token_tile for key in runner.keys] == [8, 8, 8, 16, 8]
+    assert all(torch.allclose(out.float(), first.float(), rtol=2.0**-7) for out in (*planned, replaced, last))
 
 
 def test_all_shapes_but_the_narrowest_are_tried() -> None:

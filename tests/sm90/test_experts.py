@@ -157,6 +157,12 @@ def test_as_many_tokens_are_read_as_are_multiplied(tile: int, rows: int, width: 
         assert statistics.engine_bytes["tma_store"] == (before + width) * 8 * 2
 
 
+@pytest.mark.parametrize("shape", [gather(16), down(16)], ids=str)
+def test_tiles_of_16_are_multiplied_half_or_whole(shape: KernelShape) -> None:
+    """On either side of 8 tokens, alone and behind a whole tile; a CTA goes from one width to the other and back."""
+    ExpertCase(shape, (8, 9, 0, 16, 24, 25, 1), features=16, k=192).check(clusters=1)
+
+
 @pytest.mark.parametrize("loudness", [-12.0, 2.0])
 def test_the_limit_acts_where_it_must(loudness: float) -> None:
     """Quiet gates and ups all stay below it; of loud ones many are beyond it, on either side."""
