@@ -65,9 +65,10 @@ def _choose_experts(
     return _best(expert_shapes(k, token_tile, gated, output), problem, clusters)
 
 
-NARROW_MEAN = 4
+NARROW_MEAN = 6
 """The largest mean of tokens of an expert that takes tiles of 8. With more, many experts would need two of them, each
-of which expands the weights; a tile of 16 costs little more where it is multiplied 8 wide (``KernelShape.widths``)."""
+of which expands the weights; a tile of 16 costs little more where it is multiplied 8 wide (``KernelShape.widths``). At a
+mean of 7 tiles of 16 take 0.93 of the time, at 5.3 they take 1.02 of it (``launch/results/hopper_step_h200.md``)."""
 
 
 def expert_tile(pairs: int, experts: int) -> int:
