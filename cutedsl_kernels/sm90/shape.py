@@ -45,7 +45,7 @@ multiply by themselves three do."""
 WARP_MMA_MAX_TILE, EXPERT_WARP_MMA_MAX_TILE = 16, 8
 """The widest token tile that warps multiply by mma.sync (warp_sums.py), of dense kernels and of experts' ones. Experts
 take tiles of 16 where the GPU is at its power limit, and wgmma reads tokens from shared memory for four warps at once:
-3 % less at 384 tokens (``launch/results/hopper_step_h200.md``)."""
+with half-wide tiles 6 % less at 384 tokens (``launch/results/hopper_step_h200.md``)."""
 GATHER_MAX_TILE = 16
 """The widest token tile whose rows are loaded one by one."""
 LOAD_TOKENS = 32
