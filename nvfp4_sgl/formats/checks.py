@@ -23,11 +23,13 @@ MAX_EXTENT = 2**31 - 1
 REMEMBERED = 256
 """Arguments that :func:`once` keeps the results of: a few kilobytes each, for one function."""
 PLAIN = (type(None), bool, int, float, str)
-"""Types of arguments that are compared by their values."""
+"""Types of arguments that are compared by their values; and by these types, since 1, 1.0 and True are equal."""
 _kept: list[dict[Any, Any]] = []
 """The results of each function of :func:`once`."""
-_keeping = True
-"""Whether results are kept: not inside :func:`keeping_nothing`."""
+_keeping_nothing = 0
+"""Blocks of :func:`keeping_nothing` that are open; results are kept where there are none."""
+_forgotten = 0
+"""How often :func:`forget` was called: a result that was begun before is not kept."""
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -51,11 +53,11 @@ def once(check: Callable[Given, Result]) -> Callable[Given, Result]:
     @functools.wraps(check)
     def remembered(*arguments: Given.args, **named: Given.kwargs) -> Result:
         values: list[Any] = [*arguments, *named.items()] if named else [*arguments]
-        looks: list[object] = []
+        looks: list[object] = [len(arguments)]
         for value in values:  # grows by what its items hold
             kind = type(value)
             if kind in PLAIN:
-                looks.append(value)
+                looks += (kind, value)
             elif isinstance(value, Tensor):
                 looks += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % ALIGNMENT)
             elif isinstance(value, tuple):
@@ -71,10 +73,11 @@ def once(check: Callable[Given, Result]) -> Callable[Given, Result]:
             return results[key]
         except KeyError:
             pass
+        begun = _forgotten
         result = check(*arguments, **named)
         if len(results) >= REMEMBERED:
             results.clear()
-        if _keeping:
+        if not _keeping_nothing and begun == _forgotten:
             results[key] = result
         return result
 
@@ -86,6 +89,8 @@ def forget() -> None:
 
     Such as the GPU that Triton compiles for, where one process compiles for several, or constants that a test replaces.
     """
+    global _forgotten
+    _forgotten += 1
     for results in _kept:
         results.clear()
 
@@ -94,15 +99,17 @@ def forget() -> None:
 def keeping_nothing() -> Iterator[None]:
     """Have all functions of :func:`once` compute anew inside the block, each time.
 
-    For benchmarks and tests that replace what these go by, such as a planner, or count how often it is asked.
+    For benchmarks and tests that replace what these go by, such as a planner, or count how often it is asked. One
+    block may lie in another; results are kept again behind the outer one.
     """
-    global _keeping
+    global _keeping_nothing
+    _keeping_nothing += 1
     forget()
-    _keeping = False
     try:
         yield
     finally:
-        _keeping = True
+        forget()
+        _keeping_nothing -= 1
 
 
 def require_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.errors import OperandValueError
-from nvfp4_sgl.formats.checks import REMEMBERED, once, require_shape
+from nvfp4_sgl.formats.checks import REMEMBERED, forget, keeping_nothing, once, require_shape
 
 
 @dataclass(frozen=True)
@@ -92,3 +92,61 @@ def test_results_of_ever_other_sizes_are_not_kept_for_ever(counted) -> None:
         check("op", first.new_empty(size))
     check("op", first)
     assert len(ran) == REMEMBERED + 2
+
+
+@pytest.mark.parametrize(("first", "other"), [(1, True), (1, 1.0), (0.0, False)])
+def test_equal_numbers_of_other_types_differ(first: object, other: object, counted) -> None:
+    """A check may take one and refuse the other."""
+    ran, check = counted
+    check("op", first)
+    check("op", other)
+    assert len(ran) == 2
+
+
+def test_an_argument_by_its_name_is_not_a_pair() -> None:
+    check = once(lambda *arguments, **named: (arguments, named))
+    assert check(op=1) == ((), {"op": 1})
+    assert check(("op", 1)) == ((("op", 1),), {})
+
+
+def test_nothing_is_kept_in_blocks_that_lie_in_each_other(counted) -> None:
+    ran, check = counted
+    check("op", 1)
+    with keeping_nothing():
+        with keeping_nothing():
+            check("op", 1)
+        for _ in range(2):
+            check("op", 1)
+    assert len(ran) == 4
+    for _ in range(2):
+        check("op", 1)
+    assert len(ran) == 5
+
+
+def test_results_are_kept_again_behind_a_block_that_fails(counted) -> None:
+    ran, check = counted
+    with pytest.raises(ValueError, match="inside"), keeping_nothing():
+        raise ValueError("inside")
+    for _ in range(2):
+        check("op", 1)
+    assert len(ran) == 1
+
+
+def test_what_is_forgotten_while_it_is_computed_is_not_kept() -> None:
+    """As by another thread: the result goes by what was before."""
+    chip, changes = ["before"], [lambda: None]
+
+    @once
+    def check(op: str) -> str:
+        found = chip[0]
+        changes[0]()
+        return found
+
+    def change() -> None:
+        chip[0] = "behind"
+        forget()
+
+    changes[0] = change
+    assert check("op") == "before"
+    changes[0] = lambda: None
+    assert check("op") == "behind"
