@@ -51,7 +51,12 @@ def complete(arguments: argparse.Namespace) -> None:
         )
     if arguments.layers is not None and arguments.layers > model.layers:
         found.append(f"--layers {arguments.layers}: expected 1 to {model.layers}, those of {model.name}")
-    found += _of_flags(given_flags(arguments.flags.split()))
+    if not (arguments.concurrency or arguments.later):
+        found.append("--concurrency and --later: expected requests of one of them at least, found none")
+    words = arguments.flags.split()
+    if words and not words[0].startswith("--"):
+        found.append(f"--flags: expected flags, which begin with --, found '{words[0]}'")
+    found += _of_flags(given_flags(words))
     if not found:
         found = [wrong for start in starts(arguments) for wrong in _of_sizes(arguments, start)]
     if found:
