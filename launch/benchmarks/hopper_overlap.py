@@ -55,6 +55,7 @@ from benchmarks.hopper_overlap_report import (
 )
 from benchmarks.hopper_runs import Parts, compile_all
 from benchmarks.kernels import copy_bandwidth, elapsed
+from benchmarks.options import AT_ONCE, output_file
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
@@ -359,9 +360,17 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="launch/bench_hopper_overlap", description=(__doc__ or "").splitlines()[0]
     )  # fmt: skip
-    parser.add_argument("--tp", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="tensor-parallel sizes")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64])
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
+    parser.add_argument(
+        "--tp",
+        nargs="+",
+        type=int,
+        choices=[1, 2, 4, 8],
+        default=[1, 2, 4, 8],
+        metavar="N",
+        help="tensor-parallel sizes",
+    )
+    parser.add_argument("--tokens", nargs="+", type=AT_ONCE, default=[1, 16, 64])
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
     return parser
 
 

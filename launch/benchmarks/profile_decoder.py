@@ -25,8 +25,10 @@ import torch
 from triton.runtime.jit import KernelInterface
 
 from benchmarks.flash import write_flash
+from benchmarks.options import AT_ONCE, LAYERS, output_file
 from benchmarks.profile_report import Section, device_events, median_launches
 from nvfp4_sgl import triton_kernels
+from nvfp4_sgl.arguments import whole_number
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.captured import CapturedDecode, capture
 from nvfp4_sgl.model.contract import Activation
@@ -42,6 +44,8 @@ DECODING, PROMPT = (1, 64), 2048
 CONTEXT = 2500
 """Tokens before a decode pass: more ratio-4 entries than are chosen."""
 FLASH_DECODING, FLASH_PROMPT, FLASH_CONTEXT = (1, 16, 64), 1024, 2048
+TOKENS = whole_number(1 << 20)
+"""Tokens of a prompt, and of those that a graph is laid out for."""
 REPEATS = 5
 REPLAYS, PREFILLS = 40, 5
 
@@ -123,8 +127,8 @@ class Prompts(NamedTuple):
 
     @classmethod
     def parse(cls, words: str) -> Prompts:
-        requests, _, tokens = words.rpartition("x")
-        return cls(int(requests or 1), int(tokens))
+        requests, several, tokens = words.rpartition("x")
+        return cls(AT_ONCE(requests) if several else 1, TOKENS(tokens))
 
     def __str__(self) -> str:
         return f"{self.requests}x{self.tokens}" if self.requests > 1 else str(self.tokens)
@@ -225,31 +229,43 @@ def flash_model(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="launch/profile_decoder")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
-    parser.add_argument("--flash", type=int, metavar="LAYERS", help="the first layers of Flash, random weights")
-    parser.add_argument("--tp", type=int, default=2, metavar="N", help="with --flash: as one of so many ranks")
-    parser.add_argument(
-        "--context",
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
+    parser.add_argument("--flash", type=LAYERS, metavar="LAYERS", help="the first layers of Flash, random weights")
+    ranks = parser.add_argument(
+        "--tp",
         type=int,
+        choices=[1, 2, 4, 8],
+        default=2,
+        metavar="N",
+        help="with --flash: as one of so many ranks",
+    )
+    context = parser.add_argument(
+        "--context",
+        type=TOKENS,
         default=FLASH_CONTEXT,
         help="with --flash: tokens that graphs are laid out for; what a long layout costs short requests",
     )
-    parser.add_argument(
+    prompts = parser.add_argument(
         "--prompts",
         nargs="+",
         type=Prompts.parse,
         default=[],
         help="with --flash: also prompts of so many tokens; 8x1024: eight in a pass",
     )
-    parser.add_argument("--requests", nargs="+", type=int, default=FLASH_DECODING, help="with --flash: of a step")
+    requests = parser.add_argument(
+        "--requests", nargs="+", type=AT_ONCE, default=FLASH_DECODING, help="with --flash: of a step"
+    )
     arguments = parser.parse_args()
+    for option in (ranks, context, prompts, requests):
+        if not arguments.flash and (found := getattr(arguments, option.dest)) != option.default:
+            parser.error(f"{option.option_strings[0]} {found}: expected --flash, too; add it, or leave this out")
     if not torch.cuda.is_available():
         raise SystemExit("profile_decoder: no CUDA device")
     torch.manual_seed(0)
     if arguments.flash:
         capacity = max([FLASH_CONTEXT, *(given.tokens for given in arguments.prompts)])
-        requests = max([*arguments.requests, *(given.requests for given in arguments.prompts)])
-        model = flash_model(arguments.flash, arguments.tp, requests, capacity, arguments.context)
+        most = max([*arguments.requests, *(given.requests for given in arguments.prompts)])
+        model = flash_model(arguments.flash, arguments.tp, most, capacity, arguments.context)
     else:
         model = tiny_model()
     launches(torch.zeros(1, device="cuda").zero_)  # the profiler misses some of what comes first
@@ -260,8 +276,7 @@ def main() -> None:
         what = f"Flash, {arguments.flash} layers, a rank of {arguments.tp}, laid out for {context} tokens"
     print(f"{chip}, torch {torch.__version__}, {date}: {what}")
     found = []
-    flash, requests, prompts = arguments.flash, arguments.requests, arguments.prompts
-    for section in flash_sections(model, requests, prompts) if flash else sections(model):
+    for section in flash_sections(model, arguments.requests, arguments.prompts) if arguments.flash else sections(model):
         found.append(section)
         print("\n" + section.text(), flush=True)
     if arguments.output:

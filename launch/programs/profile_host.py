@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import math
 import os
 import re
 import shutil
@@ -295,6 +296,12 @@ def main() -> int:
     for name, values in (("layers", [args.layers]), ("tp", args.tp), ("requests", args.requests)):
         if min(values) < 1:
             parser.error(f"--{name}: expected 1 or more, found {min(values)}")
+    if not 0 < args.seconds < math.inf:
+        parser.error(f"--seconds: expected a number above 0, found {args.seconds}")
+    if args.output is not None and (args.output.is_dir() or not args.output.absolute().parent.is_dir()):
+        parser.error(f"--output: expected a file in a folder that exists, found {args.output}")
+    if args.py_spy is not None and args.py_spy.exists() and not args.py_spy.is_dir():
+        parser.error(f"--py-spy: expected a folder, found the file {args.py_spy}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         if args.py_spy is not None:

@@ -12,6 +12,7 @@ from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))  # its scripts import each other by bare name
 
+from benchmarks import hopper_overlap, hopper_step, profile_decoder
 from benchmarks.profile_decoder import our_kernels
 from benchmarks.profile_report import Section, device_events, kind_of, median_launches
 
@@ -69,3 +70,50 @@ def test_text_counts_kinds():
     assert heading == f"decode of 1, SWA (layer 0): 3 launches in 6.2 us: {counts}"
     assert replace(section, us=None).text().startswith(f"decode of 1, SWA (layer 0): 3 launches: {counts}")
     assert [line.split()[-1] for line in lines] == ["_mine", "nvjet", "_mine"]
+
+
+WRONG = {
+    "--flash 0": "--flash: expected a whole number from 1 to 43, found '0'",
+    "--flash 44": "--flash: expected a whole number from 1 to 43, found '44'",
+    "--flash 2 --tp 3": "--tp: invalid choice: 3 (choose from 1, 2, 4, 8)",
+    "--flash 2 --context -1": "--context: expected a whole number from 1 to 1048576, found '-1'",
+    "--flash 2 --prompts 2x": "--prompts: expected a whole number from 1 to 1048576, found ''",
+    "--flash 2 --prompts 0x1024": "--prompts: expected a whole number from 1 to 65536, found '0'",
+    "--flash 2 --requests 0": "--requests: expected a whole number from 1 to 65536, found '0'",
+    "--requests 4": "--requests [4]: expected --flash, too; add it, or leave this out",
+    "--tp 4": "--tp 4: expected --flash, too",
+    "--output /nowhere/at/all": "--output: expected a file in a folder that exists, found '/nowhere/at/all'",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_options_are_told_before_a_gpu_is_asked(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["profile_decoder", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        profile_decoder.main()
+    assert ended.value.code == 2 and WRONG[words] in capsys.readouterr().err
+
+
+OF_BOTH = {
+    "--tp 0": "--tp: invalid choice: 0 (choose from 1, 2, 4, 8)",
+    "--tokens 0": "--tokens: expected a whole number from 1 to 65536, found '0'",
+    "--output /": "--output: expected a file in a folder that exists, found '/'",
+}
+OF_A_STEP = OF_BOTH | {"--layers 0": "--layers: expected a whole number from 1 to 43, found '0'"}
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "said"),
+    [
+        *((hopper_step.main, *one) for one in OF_A_STEP.items()),
+        *((hopper_overlap.main, *one) for one in OF_BOTH.items()),
+    ],
+)
+def test_wrong_options_of_hopper_s_steps_are_told_before_a_gpu_is_asked(
+    main: Any, words: str, said: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2 and said in capsys.readouterr().err

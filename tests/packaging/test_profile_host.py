@@ -181,6 +181,11 @@ def test_scheduler_processes_have_the_hook(tmp_path: Path) -> None:
     [
         (["--tp", "0"], "--tp: expected 1 or more, found 0"),
         (["--requests", "4", "-1"], "expected"),
+        (["--seconds", "0"], "--seconds: expected a number above 0, found 0.0"),
+        (["--seconds", "nan"], "--seconds: expected a number above 0, found nan"),
+        (["--seconds", "inf"], "--seconds: expected a number above 0, found inf"),
+        (["--output", "/nowhere/at/all"], "--output: expected a file in a folder that exists, found /nowhere/at/all"),
+        (["--output", "/"], "--output: expected a file in a folder that exists, found /"),
         (["--py-spy", "x"], "--py-spy: needs the program py-spy on PATH, found none; run: pip install py-spy"),
     ],
 )
