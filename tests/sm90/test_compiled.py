@@ -42,7 +42,6 @@ BETWEEN = [
     KernelShape(128, output="fp32", grouped=True),
     KernelShape(128, gated=True, grouped=True),
     KernelShape(16, grouped=True),
-    KernelShape(16, gated=True, grouped=True, gathers=True),
     KernelShape(128, grouped=True, counts_ahead=True),
 ]
 """Those that take no more registers than others of their kind."""

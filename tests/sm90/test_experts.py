@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nvfp4_sgl.cutedsl_kernels.common.fixed import Fixed
 from nvfp4_sgl.cutedsl_kernels.common.shape import Output
@@ -161,6 +162,38 @@ def test_as_many_tokens_are_read_as_are_multiplied(tile: int, rows: int, width: 
 def test_tiles_of_16_are_multiplied_half_or_whole(shape: KernelShape) -> None:
     """On either side of 8 tokens, alone and behind a whole tile; a CTA goes from one width to the other and back."""
     ExpertCase(shape, (8, 9, 0, 16, 24, 25, 1), features=16, k=192).check(clusters=1)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (8, 8), (9, 16), (16, 16)])
+@pytest.mark.parametrize("shape", [gather(16), down(16)], ids=str)
+def test_a_tile_of_16_is_multiplied_as_wide_as_its_tokens_need(shape: KernelShape, rows: int, width: int) -> None:
+    """By warpgroups: each of the eight warps has eight wgmmas a stage, which are of one width in the whole tile."""
+    statistics = ExpertCase(shape, (rows,), features=8, k=128).check()
+    multiplied = {code: count for code, count in statistics.by_opcode().items() if "mma" in code and "m64n" in code}
+    assert len(multiplied) == 1, multiplied
+    ((code, count),) = multiplied.items()
+    assert f"m64n{width}k16" in code and count == 8 * 8
+
+
+@pytest.mark.parametrize("shape", [gather(16), down(16), ahead(16, output="fp32")], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_token_stays_in_its_row(value: float, shape: KernelShape) -> None:
+    """Of both widths of a tile; a tile's last token, and its first, are among them."""
+    case = ExpertCase(shape, (8, 16, 3), features=16, k=192)
+    call, weights = case.build()
+    kept, (first, second, _) = call.tokens.clone(), case.rows()
+    bad = [first.stop - 1, second.start, second.start + 9]
+    places = bad if call.sources is None else call.sources[bad].tolist()
+    call.tokens[places] = value
+    run(call)
+    taken = call.sources if call.sources is not None else torch.arange(call.rows)
+    rows = torch.isin(taken, torch.tensor(places))
+    assert not call.out[bad].isfinite().any() or shape.gated
+    good = case.build()[0]
+    run(good)
+    call.out[rows] = good.out[rows]
+    call.tokens.copy_(kept)
+    case.compare(call, weights)
 
 
 @pytest.mark.parametrize("loudness", [-12.0, 2.0])
