@@ -252,6 +252,58 @@ def test_sinkhorn_of_entries_that_are_the_smallest(
         torch.testing.assert_close(state.post.double(), post.expand(2, 4), rtol=0, atol=2e-6)
 
 
+FAR = 1e30
+EXTREME = {
+    "equal": torch.zeros(4, 4),
+    "equal and large": torch.full((4, 4), FAR),
+    "a permutation": FAR * torch.eye(4).roll(1, 0),
+    "all but a permutation": -FAR * torch.eye(4),
+    "one column": FAR * torch.eye(4)[0].expand(4, 4),
+    "three rows in a column": FAR * torch.eye(4)[[0, 0, 0, 1]],
+    "a triangle": FAR * torch.ones(4, 4).triu(),
+    "steps": 100 * torch.arange(16.0).view(4, 4),
+}
+"""Logits of *comb*."""
+
+
+@pytest.mark.parametrize("tiling", [None, MANY], ids=["a token a program", "a token a lane"])
+@pytest.mark.parametrize("eps", [MIN_HC_EPS, MAX_HC_EPS])
+@pytest.mark.parametrize("logits", EXTREME)
+def test_logits_as_far_apart_as_they_can_be(
+    logits: str, eps: float, tiling: Tiling | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tiling is not None:
+        monkeypatch.setattr(tilings, "TILINGS", ((None, tiling),))
+    site, ends = make_site(64, device, iterations=20), torch.tensor([FAR, -FAR, 0.0, -90.0])
+    base = torch.cat([ends, ends, EXTREME[logits].flatten()]).to(device)
+    site = replace(site, hc_eps=eps, fn=torch.zeros_like(site.fn), base=base)
+    state = poisoned_state(1, 64, device)
+    kernels.hyper_connection_pre(site, make_streams(1, 64, device), state)
+    comb = reference.sinkhorn(base[8:].double().view(1, 4, 4), 20, eps)
+    torch.testing.assert_close(state.comb.double(), comb, rtol=0, atol=2e-6)
+    torch.testing.assert_close(state.post.double(), 2 * torch.sigmoid(base[4:8].double())[None], rtol=0, atol=2e-6)
+    assert state.x.isfinite().all()
+
+
+@pytest.mark.parametrize("tiling", [None, MANY], ids=["a token a program", "a token a lane"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_stream_stays_in_its_token(
+    value: float, tiling: Tiling | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tiling is not None:
+        monkeypatch.setattr(tilings, "TILINGS", ((None, tiling),))
+    site, streams = make_site(64, device, iterations=20), make_streams(5, 64, device)
+    good, state = poisoned_state(5, 64, device), poisoned_state(5, 64, device)
+    kernels.hyper_connection_pre(site, streams, good)
+    streams[2, 1, 7] = value
+    kernels.hyper_connection_pre(site, streams, state)
+    for name in ("x", "post", "comb"):
+        found, expected = getattr(state, name), getattr(good, name)
+        assert not found[2].isfinite().all(), name
+        found[2] = expected[2]
+        assert torch.equal(found, expected), name
+
+
 @pytest.mark.parametrize("output_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "d"), SHAPES)
 def test_post(tokens: int, d: int, output_dtype: torch.dtype, device: str) -> None:
