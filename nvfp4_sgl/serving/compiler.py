@@ -16,7 +16,7 @@ import torch
 from nvfp4_sgl.build import Gpu, Serving, build
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.cutedsl_kernels import launcher
-from nvfp4_sgl.targets.fused.compile_ahead import adopt_given, given_folder
+from nvfp4_sgl.targets.fused.compile_ahead import LIBRARY_VARIABLE, adopt_given, given_folder
 from nvfp4_sgl.targets.fused.parent import end_with
 from nvfp4_sgl.triton_kernels.common import chip
 
@@ -35,9 +35,11 @@ def start_compiling(verified: Verified, target: str, setting: Serving) -> subpro
     Raises:
         LibraryError: that folder cannot be used; said before the weights are loaded.
     """
-    if not isinstance(launcher.current(), launcher.CudaLauncher) or not torch.cuda.is_available():
-        return None
     given = given_folder()
+    if not isinstance(launcher.current(), launcher.CudaLauncher) or not torch.cuda.is_available():
+        if given is not None:
+            logger.warning("%s=%s: without effect: this server runs on no GPU", LIBRARY_VARIABLE, given)
+        return None
     if given is not None:
         # Before the process starts, which then finds its Triton kernels in Triton's cache.
         adopt_given(given)

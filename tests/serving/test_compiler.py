@@ -48,6 +48,19 @@ def test_nothing_starts_without_a_gpu(started: mock.Mock) -> None:
     assert not started.called
 
 
+def test_kernels_that_no_gpu_will_run_are_said_to_do_nothing(
+    started: mock.Mock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv(LIBRARY_VARIABLE, raising=False)
+    compiler.start_compiling(mock.Mock(), "cpu", SETTING)
+    assert not caplog.records
+    monkeypatch.setenv(LIBRARY_VARIABLE, "/absent")
+    assert compiler.start_compiling(mock.Mock(), "cpu", SETTING) is None
+    assert caplog.messages == [f"{LIBRARY_VARIABLE}=/absent: without effect: this server runs on no GPU"]
+    assert not started.called
+
+
 def test_the_process_builds_for_this_gpu(started: mock.Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny(tmp_path / "tiny", "nvfp4-full", seed=1)
     verified = verify(tmp_path / "tiny")
