@@ -68,18 +68,22 @@ def main() -> int:
     parser = shared_options("launch/bench_full", __doc__, ENGINES, "full_size", tp=2, layers=None, tokens=256)
     parser.set_defaults(concurrency=[1, 64])
     parser.add_argument("--model", choices=["flash", "pro"], default="flash", help="which release; %(default)s")
-    parser.add_argument("--later", type=AT_ONCE, nargs="*", default=[16, 256], help="the same, by a second start")
+    parser.add_argument(
+        "--later", type=AT_ONCE, nargs="*", default=[16, 256], help="requests at once, of a second start"
+    )
     parser.add_argument("--long", action="store_true", help=f"also the time to first token of {LONG_PROMPT} tokens")
-    parser.add_argument("--trace", type=AT_ONCE, nargs="*", default=[], help="the same, of traced decode steps")
+    parser.add_argument("--trace", type=AT_ONCE, nargs="*", default=[], help="requests of the traced decode steps")
     parser.add_argument("--drafts", choices=["mtp", "dspark"], help="draft, with acceptance that is simulated")
     steps = whole_number(DRAFTED_TOKENS - 1)
-    parser.add_argument("--steps", type=steps, metavar="N", help=f"of an MTP draft; {DRAFT_STEPS} by default")
-    parser.add_argument("--accepted", type=float, metavar="ROWS", help="of a round, in the mean; 1 by default")
-    parser.add_argument("--sampling", choices=["greedy", "top-p"], default="greedy", help="top-p: of 0.95")
+    parser.add_argument("--steps", type=steps, metavar="N", help=f"guesses of an MTP draft; {DRAFT_STEPS} by default")
+    parser.add_argument("--accepted", type=float, metavar="ROWS", help="a round accepts in the mean; 1 by default")
+    parser.add_argument(
+        "--sampling", choices=["greedy", "top-p"], default="greedy", help="top-p: 0.95 at temperature 1"
+    )
     parser.add_argument("--stock-sampler", default="pytorch", metavar="NAME", help="stock's --sampling-backend")
-    parser.add_argument("--stock-cache", type=Path, metavar="DIR", help="of kernels that stock compiles; kept")
+    parser.add_argument("--stock-cache", type=Path, metavar="DIR", help="keeps the kernels that stock compiles")
     parser.add_argument("--radix-cache", action="store_true", help="keep the cache of prefixes, which is off otherwise")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="a new JSON file of launch/results/figures")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="also write the figures to this new file")
     parser.add_argument("--fresh", action="store_true", help="measure anew what an earlier run has left in OUT")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and the forecast; needs no GPU")
     arguments = parsed(parser, ENGINES)
@@ -152,13 +156,15 @@ def shared_options(
     parser = argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0])
     parser.add_argument("servers", nargs="*", default=list(servers), help="which of its two servers; both unless given")
     parser.add_argument("--tp", type=whole_number(MAX_RANKS), default=tp, metavar="N", help="tensor-parallel size")
-    parser.add_argument("--layers", type=whole_number(MAX_LAYERS), default=layers)
+    parser.add_argument("--layers", type=whole_number(MAX_LAYERS), default=layers, help="the model's first layers")
     parser.add_argument("--concurrency", type=AT_ONCE, nargs="*", default=[1, 16, 64], help="requests at once")
     parser.add_argument("--prompt", type=LENGTH, default=1024, help="tokens of a request")
     parser.add_argument("--tokens", type=LENGTH, default=tokens, help="tokens of its answer")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / folder, metavar="OUT", help="logs and results")
-    parser.add_argument("--port", type=whole_number(65535, least=0), default=0)
-    parser.add_argument("--flags", default="", help="further flags of both servers")
+    parser.add_argument(
+        "--port", type=whole_number(65535, least=0), default=0, help="of the servers; a free one by default"
+    )
+    parser.add_argument("--flags", default="", help="more flags of both servers: --flags='--a 1 --b'")
     return parser
 
 

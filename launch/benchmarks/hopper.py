@@ -314,10 +314,10 @@ def run_experts(args: argparse.Namespace, chip: Chip, marlin: Marlin, parts: Par
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="launch/bench_hopper", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=("flash", "pro"), default=["flash"])
+    parser.add_argument("--models", nargs="+", choices=("flash", "pro"), default=["flash"], help="whose shapes")
     parser.add_argument("--tp", nargs="+", type=int, default=[1, 2, 4], metavar="N", help="tensor-parallel sizes")
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--weights", choices=tuple(WEIGHT_TILE_BYTES), default="nvfp4", help="how they are stored")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of a pass")
+    parser.add_argument("--weights", choices=tuple(WEIGHT_TILE_BYTES), default="nvfp4", help="nvfp4 or fp8")
     parser.add_argument(
         "--shapes", action="store_true", help="every kernel shape of dense GEMMs, not the chosen one alone"
     )

@@ -82,9 +82,9 @@ of it took no time; and with credits by constants that an H200 gave (launch/resu
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_sm100", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="flash, pro")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 8], metavar="N", help="tensor-parallel sizes")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 8192])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 8192], help="of a pass")
     parser.add_argument(
         "--checkpoint",
         choices=CHECKPOINTS,
