@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
-from nvfp4_sgl import __version__, numa
+from nvfp4_sgl import __version__, numa, prompt_sizes
 from nvfp4_sgl.arguments import add_checkpoint, add_json, named_here, print_json
 from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.drafts import DRAFTS
@@ -118,8 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if a server would start here, or as planned, and 1 if something stands in its way.
 
-    A DIR that is no checkpoint raises.
+    A DIR that is no checkpoint raises, and so does a wrong value of ``NVFP4_SGL_PROMPT_GRAPHS``.
     """
+    prompt_sizes.asked()
     plan = plans.from_arguments(args)
     if args.directory is None and plan != ServerFlags(target=plan.target):
         raise ConfigError("--tp and the other flags of a server: expected DIR with them, a checkpoint or config.json")
@@ -233,6 +234,10 @@ def examine_target(report: Report, planned: str | None = None) -> None:
     report.described_target = planned or report.target
     if report.described_target is None:
         return
+    try:
+        prompt_sizes.check_asked(on_gpu=descriptor(report.described_target).on_gpu)
+    except ConfigError as error:
+        report.problems.append(str(error))
     fill_in(report, choose.choose(report.described_target))
     if descriptor(report.described_target).on_gpu:
         report.kv_row_modes = {"packed": "SGLang's 584-byte entries (the default)"}

@@ -1,4 +1,13 @@
-"""Sizes of the prompt passes that a server captures in CUDA graphs, for the server and for forecasts of its memory."""
+"""The prompt passes that a server captures in CUDA graphs, for the server and for forecasts of its memory."""
+
+from __future__ import annotations
+
+import os
+
+from nvfp4_sgl.errors import ConfigError
+
+SWITCH = "NVFP4_SGL_PROMPT_GRAPHS"
+"""Environment variable: 1 captures prompts, 0 does not."""
 
 BY_DEFAULT = True
 """Whether a server on a GPU captures prompts unless it is told."""
@@ -7,3 +16,38 @@ TOKENS = (256, 512, 1024, 2048)
 than the last, the GPU works longer than Python."""
 REQUESTS = 16
 """Requests of a captured pass, the padding's included. The compressors have some programs for each."""
+
+
+def asked() -> bool | None:
+    """The value of :data:`SWITCH`; ``None`` if it is not set.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    given = os.environ.get(SWITCH, "")
+    if given not in ("", "0", "1"):
+        raise ConfigError(f"{SWITCH}: expected 0 or 1, found {given!r}; correct it, or unset it")
+    return None if not given else given == "1"
+
+
+def check_asked(*, on_gpu: bool) -> None:
+    """Refuse a wrong value of :data:`SWITCH`, and prompts that are asked for where no target has graphs; at once.
+
+    Raises:
+        ConfigError: as it says.
+    """
+    if asked() and not on_gpu:
+        raise ConfigError(f"{SWITCH}=1: expected a GPU, found none; unset {SWITCH}, or set it to 0")
+
+
+def planned(chunk: int) -> int:
+    """Tokens of the largest prompt pass that a server with this environment would capture on a GPU; 0 if none.
+
+    Args:
+        chunk: its ``--chunked-prefill-size``.
+
+    Raises:
+        ConfigError: as :func:`asked`.
+    """
+    wanted = BY_DEFAULT if asked() is None else asked()
+    return max((count for count in TOKENS if count <= chunk), default=0) if wanted else 0

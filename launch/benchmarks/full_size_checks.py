@@ -22,6 +22,7 @@ from benchmarks.full_size_plan import (
     starts,
 )
 from benchmarks.released import MODELS, config_of
+from nvfp4_sgl import prompt_sizes
 from nvfp4_sgl.checkpoint.drafts import DraftKind
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
@@ -40,6 +41,8 @@ CARDS = {"H200, 141 GB": 139 << 30, "H100, 80 GB": 78 << 30}
 """Bytes that are free on each of some cards before a server starts."""
 HOST_BYTES_OF_A_RANK = 6 << 30
 """Estimated: host memory of a rank's process, with torch, CUDA and what compiles kernels. Weights are drawn on GPUs."""
+NO_PROMPT_GRAPHS = {"--disable-cuda-graph", "--disable-prefill-cuda-graph"}
+"""Flags with which a server captures no prompts."""
 DISK_BYTES = 4 << 30
 """Estimated: logs, traces of all ranks, and compiled kernels. Dummy weights have no files."""
 
@@ -127,21 +130,25 @@ def forecast_of(arguments: argparse.Namespace, start: Start, target: str, free: 
     """Forecast of a rank of ours, by the flags that its server will have.
 
     Raises:
-        ConfigError: the model cannot be split over so many ranks, or no kernel of ``target`` takes a rank's sizes.
+        ConfigError: the model cannot be split over so many ranks, no kernel of ``target`` takes a rank's sizes, or
+            ``NVFP4_SGL_PROMPT_GRAPHS`` has a wrong value.
     """
     given = given_flags(server_flags(arguments, start)[0])
     most = given.get("--max-total-tokens")
+    chunk = int(given.get("--chunked-prefill-size", CHUNK))
+    captures = not NO_PROMPT_GRAPHS & given.keys()
     setting = Setting(
         arguments.tp,
         int(given["--max-running-requests"]),
         int(given["--context-length"]),
-        int(given.get("--chunked-prefill-size", CHUNK)),
+        chunk,
         dtype_bytes=2,
         row_bytes=None,
         swa_ratio=PACKED_SWA_RATIO,
         fraction=float(given["--mem-fraction-static"]),
         most_tokens=None if most is None else int(most),
         window_by_ratio=False,
+        prompt_tokens=prompt_sizes.planned(chunk) if captures else 0,
     )
     draft = draft_of(arguments)
     if start.drafts:
@@ -192,9 +199,13 @@ def plan_lines(arguments: argparse.Namespace) -> Iterator[str]:
     layers = model.layers if arguments.layers is None else arguments.layers
     yield f"{model.name}, {layers} layers, random weights, {arguments.tp} GPUs; results in {arguments.output}"
     seen: dict[str, list[str]] = {engine: [] for engine in ENGINES}
-    for number, start in enumerate(starts(arguments), 1):
+    number = 0
+    for start in starts(arguments):
         flags, values = server_flags(arguments, start)
         names = start.left(seen[start.engine])
+        if not names:
+            continue  # a run leaves it out, too
+        number += 1
         seen[start.engine] += names
         yield f"\nstart {number}: {start.engine}, laid out for {start.most} requests"
         yield f"  environment  {' '.join(f'{name}={value}' for name, value in sorted(values.items()))}"
@@ -202,11 +213,12 @@ def plan_lines(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"  measures     {', '.join(names)}"
     for name in CARDS:
         machine = assumed(arguments, name)
-        yield f"\nforecast of a rank of ours, {arguments.tp} x {name}, {gb(machine.free).strip()} free"
+        last = [start for start in starts(arguments) if start.engine == "ours"][-1:]
+        whose = "ours" if last else "stock, its stored weights alone"
+        yield f"\nforecast of a rank of {whose}, {arguments.tp} x {name}, {gb(machine.free).strip()} free"
         found = list(problems(arguments, machine))
         yield from (f"  does not fit: {problem}" for problem in found)
-        if not found:
-            last = [start for start in starts(arguments) if start.engine == "ours"][-1:]
-            yield from (
-                f"  {line}" for start in last for line in forecast_of(arguments, start, "sm_90a", machine.free).lines()
-            )
+        if not found and not last:
+            yield "  fits"
+        elif not found:
+            yield from (f"  {line}" for line in forecast_of(arguments, last[0], "sm_90a", machine.free).lines())

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.full_size_plan import FAILED
 from benchmarks.full_size_record import described
+from nvfp4_sgl.prompt_sizes import SWITCH, asked
 
 CONDITIONS = (
     "model", "tp", "layers", "prompt", "tokens", "flags", "sampling", "stock_sampler", "radix_cache",
@@ -94,7 +95,8 @@ class Report:
 
 
 def _conditions(arguments: Namespace) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in CONDITIONS}
+    """Conditions that a run shares when it goes on: options, and the switch of prompts that its servers have."""
+    return {name: getattr(arguments, name) for name in CONDITIONS} | {SWITCH: asked()}
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from nvfp4_sgl import prompt_sizes
 from nvfp4_sgl.arguments import add_ranks, add_target, whole_number
 from nvfp4_sgl.checkpoint.drafts import Draft
 from nvfp4_sgl.draft_arguments import add_drafts
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.memory.setting import Setting
-from nvfp4_sgl.prompt_sizes import BY_DEFAULT, TOKENS
 from nvfp4_sgl.sglang_defaults import (
     CHUNK,
     CPU_DEFAULTS,
@@ -65,7 +65,8 @@ class ServerFlags:
             draft: what :attr:`algorithm` drafts with.
 
         Raises:
-            ConfigError: a flag that ``target`` or the model does not take, with what it takes.
+            ConfigError: a flag that ``target`` or the model does not take, with what it takes; or a wrong value of
+                ``NVFP4_SGL_PROMPT_GRAPHS``.
         """
         taken = descriptor(target).kv_cache_dtypes
         if self.kv_cache_dtype not in taken:
@@ -92,7 +93,7 @@ class ServerFlags:
             swa_ratio=PACKED_SWA_RATIO,
             fraction=self.fraction or FRACTION,
             window_by_ratio=self.requests is None,
-            prompt_tokens=TOKENS[-1] if BY_DEFAULT else 0,
+            prompt_tokens=prompt_sizes.planned(CHUNK),
         )
 
     def _on_cpu(self, longest: int) -> Setting:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nvfp4_sgl import prompt_sizes
 from nvfp4_sgl.architectures import architectures, is_served
 from nvfp4_sgl.checkpoint import overrides as config_overrides
 from nvfp4_sgl.checkpoint.beside import check_beside
@@ -29,7 +30,7 @@ from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.files import refuse_hub_cache, require_finished
 from nvfp4_sgl.numa import parse_cpus
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.serving import flags, prompt_switch, start_log
+from nvfp4_sgl.serving import flags, start_log
 from nvfp4_sgl.serving.drafts import checks
 from nvfp4_sgl.serving.flags.combinations import check_combinations
 from nvfp4_sgl.serving.flags.kernels import BACKEND
@@ -147,7 +148,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             f"--cuda-graph-config: prefill backend {backend}: not implemented for {ARCHITECTURE} by this package;"
             " leave it out"
         )
-    prompt_switch.check_asked(on_gpu=descriptor(detect_target()).on_gpu)
+    prompt_sizes.check_asked(on_gpu=descriptor(detect_target()).on_gpu)
     for name in OTHER_FRONT_ENDS:
         if os.environ.get(name, "0").lower() not in ("", "0", "false"):
             raise UnsupportedError(f"{name}: not implemented for {ARCHITECTURE} by this package; unset it")

@@ -29,9 +29,9 @@ from torch import Tensor
 from nvfp4_sgl.errors import UnsupportedError
 from nvfp4_sgl.model.static_prompt import shapes, unscored_length
 from nvfp4_sgl.prompt_graphs import PromptGraphs
-from nvfp4_sgl.prompt_sizes import REQUESTS
+from nvfp4_sgl.prompt_sizes import REQUESTS, SWITCH
 from nvfp4_sgl.serving import stages
-from nvfp4_sgl.serving.prompt_switch import SWITCH, captured_tokens
+from nvfp4_sgl.serving.prompt_switch import captured_tokens
 from nvfp4_sgl.serving.sglang import parallel
 
 

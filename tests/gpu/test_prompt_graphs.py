@@ -32,9 +32,8 @@ from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.static_prompt import PromptSize, shapes, unscored_length
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.prompt_graphs import PromptGraph, PromptGraphs
-from nvfp4_sgl.prompt_sizes import TOKENS
+from nvfp4_sgl.prompt_sizes import SWITCH, TOKENS
 from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
-from nvfp4_sgl.serving.prompt_switch import SWITCH
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.targets.fused.attention import packed
 from tests.support import drafted_server, native, reruns

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nvfp4_sgl import cli
+from nvfp4_sgl import cli, prompt_sizes
 from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING, Rings
 from nvfp4_sgl.checkpoint import modelopt_words
 from nvfp4_sgl.checkpoint.drafts import Draft, DraftKind
@@ -374,9 +374,30 @@ def test_graphs_of_prompts_hold_what_a_draft_reads(raw: dict[str, Any], each: in
 def test_a_planned_server_captures_prompts_with_a_draft_too(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, config = released(FLASH_DSPARK), ModelConfig.from_dict(FLASH_DSPARK)
     for by_default, tokens in ((True, 2048), (False, 0)):
-        monkeypatch.setattr(plan, "BY_DEFAULT", by_default)
+        monkeypatch.setattr(prompt_sizes, "BY_DEFAULT", by_default)
         settings = [plan.ServerFlags().setting("sm_90a", config, one) for one in (None, draft)]
         assert [setting.prompt_tokens for setting in settings] == [tokens, tokens]
+
+
+@pytest.mark.parametrize(("given", "tokens"), [(None, 2048), ("", 2048), ("0", 0), ("1", 2048)])
+def test_a_planned_server_has_the_switch_of_prompts(
+    given: str | None, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(prompt_sizes.SWITCH, raising=False)
+    if given is not None:
+        monkeypatch.setenv(prompt_sizes.SWITCH, given)
+    assert plan.ServerFlags().setting("sm_90a", ModelConfig.from_dict(FLASH)).prompt_tokens == tokens
+
+
+def test_a_wrong_switch_of_prompts_is_refused_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(prompt_sizes.SWITCH, "yes")
+    with pytest.raises(ConfigError, match=f"{prompt_sizes.SWITCH}: expected 0 or 1, found 'yes'"):
+        plan.ServerFlags().setting("sm_90a", ModelConfig.from_dict(FLASH))
+
+
+def test_no_planned_graph_has_more_tokens_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(prompt_sizes.SWITCH, raising=False)
+    assert [prompt_sizes.planned(chunk) for chunk in (255, 256, 1500, 8192)] == [0, 256, 1024, 2048]
 
 
 # --- the sum ------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from programs.local_server import ServerError
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.draft_config import DsparkConfig
+from nvfp4_sgl.prompt_sizes import SWITCH
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat
 
@@ -191,7 +192,10 @@ def test_a_server_that_fails_ends_no_other(servers: Servers, call: Callable[...,
     assert "failed" not in json.loads((tmp_path / "out" / "report.json").read_text())["stock"]
 
 
-def test_results_of_other_conditions_are_not_mixed(servers: Servers, call: Callable[..., int], capsys: Any) -> None:
+def test_results_of_other_conditions_are_not_mixed(
+    servers: Servers, call: Callable[..., int], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
     call()
     for words, differs in (
         (("--prompt", "512"), "prompt: expected 512, found 1024"),
@@ -202,6 +206,10 @@ def test_results_of_other_conditions_are_not_mixed(servers: Servers, call: Calla
         assert f"holds results of another run: {differs}; name another --output, or pass --fresh" in (
             capsys.readouterr().err
         )
+    monkeypatch.setenv(SWITCH, "0")
+    with pytest.raises(SystemExit):
+        call()
+    assert f"holds results of another run: {SWITCH}: expected False, found None" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         call("--fresh")
     assert "expected a new .json file, found one of another run" in capsys.readouterr().err
@@ -366,6 +374,40 @@ def test_a_dry_run_of_pro() -> None:
     short = next(line for line in lines if "does not fit: ours for 64 requests on H100, 80 GB" in line)
     assert "need 114.03 GB" in short and "is 71.19 GB (42.84 GB too little)" in short
     assert not any("does not fit" in line and "H200" in line for line in lines)
+
+
+def test_a_start_that_measures_nothing_is_not_planned() -> None:
+    lines = list(full_size_checks.plan_lines(options("--layers", "4", "--concurrency", "64", "--later", "64")))
+    assert [line for line in lines if line.startswith("\nstart")] == [
+        f"\nstart {number}: {engine}, laid out for 64 requests" for number, engine in ((1, "ours"), (2, "stock"))
+    ]
+
+
+def test_a_plan_of_stock_alone_forecasts_what_it_can() -> None:
+    lines = list(full_size_checks.plan_lines(options("stock", "--layers", "4")))
+    place = next(index for index, line in enumerate(lines) if line.startswith("\nforecast"))
+    assert "a rank of stock, its stored weights alone, 2 x H200" in lines[place] and lines[place + 1] == "  fits"
+
+
+@pytest.mark.parametrize(
+    ("words", "switch", "captured"),
+    [
+        ((), "", 2048),
+        ((), "0", 0),
+        (("--flags=--chunked-prefill-size 1500",), "", 1024),
+        (("--flags=--disable-prefill-cuda-graph",), "", 0),
+        (("--flags=--disable-cuda-graph",), "", 0),
+    ],
+)
+def test_the_forecast_counts_graphs_of_prompts(
+    words: tuple[str, ...], switch: str, captured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the server will have, which has this process's environment."""
+    monkeypatch.setenv(SWITCH, switch)
+    arguments = options("ours", "--layers", "4", "--later", *words)
+    found = forecast_of(arguments, starts(arguments)[0], "sm_90a", CARDS[H200])
+    assert found.setting.prompt_tokens == captured
+    assert ("graphs of prompts" in found.estimated) == (captured > 0)
 
 
 def test_a_dry_run_needs_no_gpu(tmp_path: Path) -> None:

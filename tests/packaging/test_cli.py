@@ -16,6 +16,7 @@ from nvfp4_sgl import cli, doctor
 from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.process_exit import DISABLE_VARIABLE
+from nvfp4_sgl.prompt_sizes import SWITCH
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.choose import choose
 from tests.support.damage import change_json
@@ -136,6 +137,17 @@ def test_doctor_sees_the_switches(monkeypatch: pytest.MonkeyPatch, variable: str
     monkeypatch.setenv(variable, value)
     report = doctor.examine()
     assert report.problems and all(variable in problem for problem in report.problems)
+
+
+def test_doctor_sees_the_switch_of_prompts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It stops a server on a CPU, and any if its value is wrong."""
+    monkeypatch.setenv(SWITCH, "1")
+    assert any(f"{SWITCH}=1: expected a GPU, found none" in problem for problem in doctor.examine().problems)
+    monkeypatch.setenv(SWITCH, "0")
+    assert not doctor.examine().problems
+    monkeypatch.setenv(SWITCH, "yes")
+    assert cli.main(["doctor"]) == 2
+    assert f"{SWITCH}: expected 0 or 1, found 'yes'" in capsys.readouterr().err
 
 
 def test_doctor_sees_missing_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
+from nvfp4_sgl import prompt_sizes
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.model.contract import PassRequest
@@ -22,7 +23,7 @@ from nvfp4_sgl.serving.backend import Nvfp4AttentionBackend, pass_request
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from tests.support import reruns
 
-SWITCH = prompt_switch.SWITCH
+SWITCH = prompt_sizes.SWITCH
 OBSTACLES = {
     "found none": ("torch.cuda.is_available", lambda: False),
     "--disable-cuda-graph": ("nvfp4_sgl.serving.sglang.settings.has_no_graphs", lambda: True),
@@ -51,7 +52,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_switch(given: str | None, found: bool | None, served: pytest.MonkeyPatch) -> None:
     if given is not None:
         served.setenv(SWITCH, given)
-    assert prompt_switch.asked() is found
+    assert prompt_sizes.asked() is found
 
 
 def test_another_value_is_refused(served: pytest.MonkeyPatch) -> None:
@@ -65,12 +66,12 @@ def test_prompts_asked_for_without_a_gpu_are_refused_before_the_start(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, value)
-    prompt_switch.check_asked(on_gpu=True)
+    prompt_sizes.check_asked(on_gpu=True)
     if value != "1":
-        prompt_switch.check_asked(on_gpu=False)
+        prompt_sizes.check_asked(on_gpu=False)
         return
     with pytest.raises(ConfigError, match=f"{SWITCH}=1: expected a GPU, found none; unset {SWITCH}"):
-        prompt_switch.check_asked(on_gpu=False)
+        prompt_sizes.check_asked(on_gpu=False)
 
 
 @pytest.mark.parametrize("by_default", [False, True])
