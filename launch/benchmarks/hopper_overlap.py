@@ -369,7 +369,7 @@ def options() -> argparse.ArgumentParser:
         metavar="N",
         help="tensor-parallel sizes",
     )
-    parser.add_argument("--tokens", nargs="+", type=AT_ONCE, default=[1, 16, 64])
+    parser.add_argument("--tokens", nargs="+", type=AT_ONCE, default=[1, 16, 64], help="of a step")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
     return parser
 

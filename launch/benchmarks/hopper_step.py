@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="N",
         help="as one of so many ranks; nothing is reduced",
     )
-    parser.add_argument("--layers", type=LAYERS, default=8)
+    parser.add_argument("--layers", type=LAYERS, default=8, help="the first of Flash")
     parser.add_argument("--tokens", nargs="+", type=AT_ONCE, default=[1, 16, 64], help="requests of a step")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
     args = parser.parse_args(arguments)
