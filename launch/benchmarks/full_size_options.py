@@ -64,9 +64,11 @@ def complete(arguments: argparse.Namespace) -> None:
 
 
 def _without_effect(arguments: argparse.Namespace) -> Iterator[str]:
-    """Options that would do nothing."""
+    """Options that would do nothing, or stop stock's server."""
     if arguments.stock_cache is not None and "stock" not in arguments.servers:
         yield f"--stock-cache {arguments.stock_cache}: expected stock among the servers; leave it out"
+    if arguments.stock_cache is not None and arguments.stock_cache.is_file():
+        yield f"--stock-cache {arguments.stock_cache}: expected a folder, found a file"
     if arguments.steps is not None and arguments.drafts != "mtp":
         yield f"--steps {arguments.steps}: expected --drafts mtp, too; leave it out, or draft so"
     if arguments.accepted is not None and arguments.drafts is None:

@@ -329,6 +329,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "no traced requests": ("--trace 0", "argument --trace: expected a whole number from 1 to 65536, found '0'"),
     "no requests at all": ("--concurrency --later", "--concurrency and --later: expected requests of one of them"),
     "traced requests alone": ("--concurrency --later --trace 4", "--concurrency and --later: expected requests of one"),
+    "a cache that is a file": (f"--stock-cache {__file__}", "test_bench_full_plan.py: expected a folder, found a file"),
     "flags that are none": ("--flags quick", "--flags: expected flags, which begin with --, found 'quick'"),
     "one token": ("--tokens 1", "argument --tokens: expected a whole number from 2 to 1048576, found '1'"),
     "more layers": ("--layers 62", "--layers 62: expected 1 to 61, those of DeepSeek-V4-Pro"),
