@@ -37,6 +37,7 @@ from benchmarks.full_size_plan import (
     TRACED_TOKENS,
     Start,
     draft_of,
+    draft_weights_of,
     model_of,
     pending,
     rows_of_a_round,
@@ -45,7 +46,7 @@ from benchmarks.full_size_plan import (
 from benchmarks.full_size_record import record
 from benchmarks.full_size_report import Report
 from benchmarks.process_memory import HostMemory
-from benchmarks.released import write_released
+from benchmarks.released import DraftWeights, write_released
 from benchmarks.server_memory import gpu_memory
 from nvfp4_sgl.arguments import MAX_RANKS, whole_number
 from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
@@ -74,6 +75,8 @@ def main() -> int:
     parser.add_argument("--long", action="store_true", help=f"also the time to first token of {LONG_PROMPT} tokens")
     parser.add_argument("--trace", type=AT_ONCE, nargs="*", default=[], help="requests of the traced decode steps")
     parser.add_argument("--drafts", choices=["mtp", "dspark"], help="draft, with acceptance that is simulated")
+    weights = [each.value for each in DraftWeights]
+    parser.add_argument("--draft-weights", choices=weights, help=f"ours' draft is stored so; {weights[0]} by default")
     steps = whole_number(DRAFTED_TOKENS - 1)
     parser.add_argument("--steps", type=steps, metavar="N", help=f"guesses of an MTP draft; {DRAFT_STEPS} by default")
     parser.add_argument("--accepted", type=float, metavar="ROWS", help="a round accepts in the mean; 1 by default")
@@ -200,7 +203,8 @@ def _results(start_: Start, arguments: argparse.Namespace, left: Collection[str]
     """As :func:`measure`, with what costs nothing beside what is left."""
     folder: Path = arguments.output / start_.engine
     released, ours = model_of(arguments), start_.engine == "ours"
-    model = write_released(folder / "model", released, ENGINES[start_.engine], arguments.layers, draft_of(arguments))
+    drafted = draft_of(arguments), draft_weights_of(arguments)
+    model = write_released(folder / "model", released, ENGINES[start_.engine], arguments.layers, *drafted)
     flags, values = server_flags(arguments, start_)
     log = folder / f"server.{start_.most}.log"
     begun = time.monotonic()
@@ -228,9 +232,9 @@ def _results(start_: Start, arguments: argparse.Namespace, left: Collection[str]
         for count in start_.trace:
             if f"trace at {count}" in left:
                 tokens = count * rows_of_a_round(arguments) if start_.drafts else count
-                config, drafted = ModelConfig.from_dir(model), start_.drafts
-                gemms = Gemms.of(config, arguments.tp, tokens, drafted=drafted) if ours else None
-                yield f"trace at {count}", trace(url, folder, count, arguments.prompt, gemms, drafted=drafted)
+                config, drafts = ModelConfig.from_dir(model), start_.drafts
+                gemms = Gemms.of(config, arguments.tp, tokens, drafted=drafts) if ours else None
+                yield f"trace at {count}", trace(url, folder, count, arguments.prompt, gemms, drafted=drafts)
         if f"prompt of {LONG_PROMPT}" in left:
             yield f"prompt of {LONG_PROMPT}", served(client, url, model, 1, LONG_PROMPT, LONG_ANSWER)
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 import argparse
 import functools
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from benchmarks.full_size_plan import (
     ENGINES,
     Start,
     draft_of,
+    draft_weights_of,
     given_flags,
     model_of,
     rows_of_a_round,
     server_flags,
     starts,
 )
-from benchmarks.released import MODELS, config_of
+from benchmarks.released import MODELS, DraftWeights, config_of
 from nvfp4_sgl import prompt_sizes
 from nvfp4_sgl.checkpoint.drafts import DraftKind
 from nvfp4_sgl.checkpoint.inventory import Inventory
@@ -35,7 +36,7 @@ from nvfp4_sgl.memory.setting import Setting
 from nvfp4_sgl.sglang_defaults import CHUNK, PACKED_SWA_RATIO
 from nvfp4_sgl.synthetic.random_weights import RandomWeights
 from nvfp4_sgl.synthetic.tiny_config import TinyDraft
-from nvfp4_sgl.targets.requirements import check_target
+from nvfp4_sgl.targets.requirements import check_draft, check_target
 
 CARDS = {"H200, 141 GB": 139 << 30, "H100, 80 GB": 78 << 30}
 """Bytes that are free on each of some cards before a server starts."""
@@ -154,19 +155,38 @@ def forecast_of(arguments: argparse.Namespace, start: Start, target: str, free: 
     if start.drafts:
         kind = DraftKind.MTP if draft is TinyDraft.MTP else DraftKind.DSPARK
         setting = replace(setting, draft=kind, round_tokens=rows_of_a_round(arguments))
-    return _forecast(arguments.model, arguments.layers, draft, target, setting).with_free(free)
+    return _forecast(_Ours.of(arguments), target, setting).with_free(free)
+
+
+@dataclass(frozen=True)
+class _Ours:
+    """Everything that the weights of our server depend on."""
+
+    model: str
+    layers: int | None
+    draft: TinyDraft
+    draft_weights: DraftWeights
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> _Ours:
+        return cls(arguments.model, arguments.layers, draft_of(arguments), draft_weights_of(arguments))
+
+    def weights(self) -> RandomWeights:
+        """The weights, without values."""
+        raw = config_of(MODELS[self.model], ENGINES["ours"], self.layers, self.draft, self.draft_weights)
+        inventory = _AllNvfp4(Path(MODELS[self.model].name), {})
+        return RandomWeights(raw, ModelConfig.from_dict(raw), inventory, CheckpointSummary(inventory.directory))
 
 
 @functools.cache
-def _forecast(model: str, layers: int | None, draft: TinyDraft, target: str, setting: Setting) -> Forecast:
+def _forecast(ours: _Ours, target: str, setting: Setting) -> Forecast:
     """Forecast a rank's memory on any device, once for each setting: to list Pro's tensors takes seconds."""
-    raw, config = _config(model, "ours", layers, draft)
-    setting.owner.check(config)
-    inventory = _AllNvfp4(Path(MODELS[model].name), {})
-    check_target(target, config, setting.ranks, inventory.storage, longest=setting.context)
-    return forecast(
-        RandomWeights(raw, config, inventory, CheckpointSummary(inventory.directory)), target, setting, None
-    )
+    weights = ours.weights()
+    setting.owner.check(weights.config)
+    check_target(target, weights.config, setting.ranks, weights.inventory.storage, longest=setting.context)
+    if setting.draft is not None and (draft := weights.draft()) is not None:
+        check_draft(target, draft, weights.config)
+    return forecast(weights, target, setting, None)
 
 
 class _AllNvfp4(Inventory):
@@ -176,21 +196,22 @@ class _AllNvfp4(Inventory):
         return Storage.NVFP4
 
 
-def _config(
-    model: str, engine: str, layers: int | None, draft: TinyDraft = TinyDraft.MTP
-) -> tuple[dict[str, Any], ModelConfig]:
-    """config.json of a run's server, as written and as understood."""
-    raw = config_of(MODELS[model], ENGINES[engine], layers, draft)
-    return raw, ModelConfig.from_dict(raw)
-
-
 @functools.cache
 def _least_stored_bytes(model: str, layers: int | None) -> int:
     """Bytes of the matrices of the release that stock serves, experts in MXFP4 and none smaller than FP8 else."""
-    specs = tensor_specs(_config(model, "stock", layers)[1]).values()
+    specs = tensor_specs(ModelConfig.from_dict(config_of(MODELS[model], ENGINES["stock"], layers))).values()
     experts = sum(prod(spec.shape) for spec in specs if spec.role is Role.EXPERT_LINEAR)
     others = sum(prod(spec.shape) for spec in specs if spec.role is Role.LINEAR)
     return experts * 17 // 32 + others
+
+
+def _draft_words(arguments: argparse.Namespace) -> str:
+    """Kind of our server's draft, and how many of its matrices are stored as what."""
+    draft = _Ours.of(arguments).weights().draft()
+    assert draft is not None, "every configuration of a run has one"
+    counts = Counter(draft.storages.values())
+    stored = ", ".join(f"{count} in {storage.value}" for storage, count in counts.most_common())
+    return f"ours has {draft.kind.words}, its matrices {stored}; {gb(draft.nbytes).strip()} stored"
 
 
 def plan_lines(arguments: argparse.Namespace) -> Iterator[str]:
@@ -198,6 +219,8 @@ def plan_lines(arguments: argparse.Namespace) -> Iterator[str]:
     model = model_of(arguments)
     layers = model.layers if arguments.layers is None else arguments.layers
     yield f"{model.name}, {layers} layers, random weights, {arguments.tp} GPUs; results in {arguments.output}"
+    if arguments.drafts and "ours" in arguments.servers:
+        yield f"--draft-weights {arguments.draft_weights}: {_draft_words(arguments)}"
     seen: dict[str, list[str]] = {engine: [] for engine in ENGINES}
     number = 0
     for start in starts(arguments):

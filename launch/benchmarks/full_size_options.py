@@ -14,6 +14,7 @@ from benchmarks.full_size_plan import (
     LONG_PROMPT,
     TRACED_TOKENS,
     Start,
+    draft_weights_of,
     given_flags,
     model_of,
     rows_of_a_round,
@@ -44,6 +45,7 @@ def complete(arguments: argparse.Namespace) -> None:
     found = [*_without_effect(arguments)]
     arguments.steps = DRAFT_STEPS if arguments.steps is None else arguments.steps
     arguments.accepted = 1.0 if arguments.accepted is None else arguments.accepted
+    arguments.draft_weights = draft_weights_of(arguments).value
     model, rows = model_of(arguments), rows_of_a_round(arguments)
     if arguments.drafts and not 1 <= arguments.accepted <= rows:
         found.append(
@@ -73,6 +75,10 @@ def _without_effect(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"--steps {arguments.steps}: expected --drafts mtp, too; leave it out, or draft so"
     if arguments.accepted is not None and arguments.drafts is None:
         yield f"--accepted {arguments.accepted:g}: expected --drafts, too; add it"
+    if arguments.draft_weights is not None and arguments.drafts is None:
+        yield f"--draft-weights {arguments.draft_weights}: expected --drafts, too; add it"
+    if arguments.draft_weights is not None and "ours" not in arguments.servers:
+        yield f"--draft-weights {arguments.draft_weights}: expected ours among the servers; leave it out"
 
 
 def _of_flags(given: Mapping[str, str]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.released import MODELS, Released
+from benchmarks.released import MODELS, DraftWeights, Released
 from nvfp4_sgl.synthetic.tiny_config import DSPARK_FIELDS, TinyDraft, TinyFormat
 
 STOCK = Path(__file__).parent / "peers" / "stock_sglang"
@@ -160,6 +160,11 @@ def drafting(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 def draft_of(arguments: argparse.Namespace) -> TinyDraft:
     """The draft that a run's checkpoint bundles: its MTP block without ``--drafts``, as the releases have it."""
     return TinyDraft(arguments.drafts or TinyDraft.MTP.value)
+
+
+def draft_weights_of(arguments: argparse.Namespace) -> DraftWeights:
+    """Storages of ours' draft: NVFP4 unless ``--draft-weights`` says another."""
+    return DraftWeights(arguments.draft_weights or DraftWeights.NVFP4)
 
 
 def rows_of_a_round(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from nvfp4_sgl.prompt_sizes import SWITCH, asked
 
 CONDITIONS = (
     "model", "tp", "layers", "prompt", "tokens", "flags", "sampling", "stock_sampler", "radix_cache",
-    "drafts", "steps", "accepted",
+    "drafts", "draft_weights", "steps", "accepted",
 )  # fmt: skip
 """Options that change what is measured. Others say how much is, which a run that goes on may change."""
 OF_A_CALL = ("date", "source")

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from nvfp4_sgl import cli, doctor
+from nvfp4_sgl.checkpoint import modelopt_words
 from nvfp4_sgl.checkpoint.drafts import DraftKind, draft_kind, verify_draft
 from nvfp4_sgl.checkpoint.interchange import differences
 from nvfp4_sgl.checkpoint.scan import scan
+from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError
@@ -72,6 +74,32 @@ def test_a_draft_is_complete_in_every_format(format: TinyFormat, draft: TinyDraf
         else:
             made = DsparkDraft(context, DsparkConfig.parse(verified.raw, verified.config))
     assert held_bytes(made) == draft_weight_bytes(verified.config, bundled, "cpu", Ownership())
+
+
+@pytest.mark.parametrize("format", [TinyFormat.NVFP4_FULL, TinyFormat.NVFP4_EXPERTS, TinyFormat.DEEPSEEK])
+@pytest.mark.parametrize("draft", KINDS)
+def test_random_drafts_are_stored_as_their_exporter_stores_them(
+    format: TinyFormat, draft: TinyDraft, written: Any, tmp_path: Path
+) -> None:
+    """And beside a decoder of NVFP4 alone as in DeepSeek's releases, if the words are DeepSeek's."""
+    path = copy_checkpoint(written(format, draft), tmp_path / "copy")
+    stored, drawn = found(verify(path)), verify_dummy(path).draft()
+    assert drawn is not None and drawn.storages == stored.storages and drawn.nbytes == stored.nbytes
+    if format is not TinyFormat.NVFP4_FULL:
+        return
+    change_json(path / "config.json", lambda config: config["quantization_config"].update(modelopt_words.FP8_BLOCKS))
+    dummy, released = verify_dummy(path), found(verify(written(TinyFormat.DEEPSEEK, draft)))
+    drawn = dummy.draft()
+    assert drawn is not None and drawn.storages == released.storages and drawn.nbytes == released.nbytes
+    assert {*dummy.summary.storages.values()} == {Storage.NVFP4}
+    context = Context(dummy.draft_reader(), dummy.config, reference.boundaries())
+    made: nn.Module
+    with torch.no_grad():
+        if draft is TinyDraft.MTP:
+            made = MtpDraft(context)
+        else:
+            made = DsparkDraft(context, DsparkConfig.parse(dummy.raw, dummy.config))
+    assert held_bytes(made) == draft_weight_bytes(dummy.config, drawn, "cpu", Ownership())
 
 
 SAID: dict[TinyDraft, tuple[str, dict[str, Any]]] = {

@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from tests.packaging.checkout import ROOT
 
 sys.path.append(str(ROOT / "launch"))  # its packages are imported by bare name
-from benchmarks import figures, full_size, full_size_checks, process_memory, server_memory
+from benchmarks import figures, full_size, full_size_checks, process_memory, released, server_memory
 from benchmarks.full_size_checks import CARDS, Machine, assumed, forecast_of, problems
 from benchmarks.full_size_plan import OF_A_START, server_flags, starts
 from benchmarks.released import MODELS, config_of
@@ -27,6 +28,7 @@ from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.draft_config import DsparkConfig
 from nvfp4_sgl.prompt_sizes import SWITCH
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
+from nvfp4_sgl.synthetic.tiny import storage
 from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat
 
 H200, H100 = CARDS
@@ -82,6 +84,35 @@ def test_a_dspark_draft_is_the_release_s(model: str, captured: list[int], rank: 
     free = CARDS["H200, 141 GB"]
     drafted, undrafted = (forecast_of(each, starts(each)[0], "sm_90a", free) for each in (arguments, none))
     assert sum(drafted.weights.values()) - sum(undrafted.weights.values()) > 1e9  # three stages over eight ranks
+
+
+@pytest.mark.parametrize(("model", "kind"), [("flash", "dspark"), ("pro", "mtp")])
+def test_a_draft_as_released(model: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every matrix of the decoder is NVFP4, every one of the draft stored as in DeepSeek's release."""
+    words = ("ours", "--model", model, "--tp", "8", "--later", "--drafts", kind, "--draft-weights")
+    arguments, in_nvfp4 = (options(*words, each) for each in ("released", "nvfp4"))
+
+    def no_server(folder: Path, *given: Any) -> Path:
+        raise CutOffError(released.write_released(folder, *given))
+
+    monkeypatch.setattr(full_size, "write_released", no_server)
+    arguments.output = tmp_path
+    with pytest.raises(CutOffError):
+        list(full_size.measure(starts(arguments)[0], arguments, ["ready after"]))
+    verified = verify_dummy(tmp_path / "ours" / "model")
+    draft = verified.draft()
+    assert draft is not None and {*verified.summary.storages.values()} == {Storage.NVFP4}
+    assert draft.storages == {
+        spec.name: storage(spec, TinyFormat.DEEPSEEK) for spec in draft.specs.values() if spec.role.is_matrix
+    }
+    head = list(full_size_checks.plan_lines(arguments))[1]
+    stages = draft.stages * verified.config.n_routed_experts
+    assert f"--draft-weights released: ours has {draft.kind.words}, its matrices {3 * stages} in MXFP4," in head
+    found = [forecast_of(each, starts(each)[0], "sm_90a", CARDS[H200]).weights for each in (arguments, in_nvfp4)]
+    dense = [spec for spec in draft.specs.values() if draft.storages.get(spec.name) is Storage.FP8]
+    more = sum(prod(spec.shape) for spec in dense) * (1 + 1 / 32 - 9 / 16)
+    assert more / 8 < found[0]["draft"] - found[1]["draft"] < more
+    assert {**found[0], "draft": 0} == {**found[1], "draft": 0}
 
 
 def test_stock_s_kernels_are_kept_where_they_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,6 +368,11 @@ WRONG: dict[str, tuple[str, str]] = {
     "steps alone": ("--steps 2", "--steps 2: expected --drafts mtp, too"),
     "steps of a block": ("--drafts dspark --steps 3", "--steps 3: expected --drafts mtp, too"),
     "more rows than a block": ("--drafts dspark --accepted 6.5", "--accepted 6.5: expected 1 to 6, the rows of a"),
+    "weights of no draft": ("--draft-weights released", "--draft-weights released: expected --drafts, too; add it"),
+    "weights of stock's": (
+        "stock --drafts mtp --draft-weights released", "--draft-weights released: expected ours among the servers"
+    ),
+    "other weights": ("--drafts mtp --draft-weights fp8", "argument --draft-weights: invalid choice: 'fp8'"),
     "acceptance alone": ("--accepted 2", "--accepted 2: expected --drafts, too; add it"),
     "more steps": ("--drafts mtp --steps 10", "argument --steps: expected a whole number from 1 to 9, found '10'"),
     "no rows": ("--drafts mtp --accepted 0", "--accepted 0: expected 1 to 4, the rows of a round"),
