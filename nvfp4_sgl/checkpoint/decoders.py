@@ -201,8 +201,13 @@ class MxFp4AsNvFp4(Decoder):
 
     def recognises(self, stored: Mapping[str, str]) -> bool:
         has_scale = "scale" in stored or "weight_scale_inv" in stored
-        weight = stored.get("weight")
-        return weight == "I8" or (has_scale and weight == "U8" and "weight_scale" not in stored)
+        is_nvfp4 = "weight_scale" in stored or "weight_scale_2" in stored
+        match stored.get("weight"):
+            case "I8":
+                return has_scale or not is_nvfp4
+            case "U8":
+                return has_scale and "weight_scale" not in stored
+        return False
 
     def decode(self, pieces: Pieces) -> NvFp4Tensor:
         """OperandValueError if the part has no exact NVFP4 form; ask :meth:`problem` first."""

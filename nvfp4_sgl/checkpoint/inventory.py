@@ -15,7 +15,7 @@ from pathlib import Path
 from nvfp4_sgl.checkpoint.decoders import Part
 from nvfp4_sgl.checkpoint.names import MTP_PREFIX, Role, TensorSpec, draft_block, tensor_specs
 from nvfp4_sgl.checkpoint.safetensors_header import Entry, called, read_header
-from nvfp4_sgl.checkpoint.storage import SUFFIXES, Storage
+from nvfp4_sgl.checkpoint.storage import SUFFIXES, WEIGHT_DTYPES, Storage
 from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.transformers_names import MARKS, PREFIX, original_name
 from nvfp4_sgl.config import ModelConfig
@@ -23,6 +23,8 @@ from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.files import MAX_INDEX_BYTES, MAX_NAME, fetch_again, read_json, require_directory, shown
 
 INDEX = "model.safetensors.index.json"
+PACKED = ("U8", "I8")
+"""Dtypes of weights that hold two codes in a byte."""
 SHOWN = 20
 """Problems listed in full; the rest are counted."""
 
@@ -264,7 +266,14 @@ class _Audit:
 
     def _matrix(self, spec: TensorSpec) -> tuple[Storage, int]:
         stem, (n, k) = spec.name, spec.shape
-        storage = Storage.of(self.inventory.stored(stem))
+        stored = self.inventory.stored(stem)
+        if stored.get("weight") in PACKED and self.entries[f"{stem}.weight"].shape == spec.shape:
+            del stored["weight"]  # whole numbers, not packed codes: the tensors beside them say what is expected
+        storage = Storage.of(stored)
+        weight = storage.decoder.parts[0]
+        entry = self.entries.get(self.inventory.part_name(stem, weight))
+        if entry is not None and entry.dtype not in weight.dtypes:
+            return storage, self._other_weight(stem, storage, entry, weight.shapes(n, k)[0])
         if k % storage.decoder.column_multiple:
             self.problems.append(
                 f"tensor '{stem}': {storage.value} needs a multiple of {storage.decoder.column_multiple} columns, the"
@@ -276,6 +285,18 @@ class _Audit:
             if name in self.entries or not part.optional:
                 nbytes += self._tensor(name, part.dtypes, part.shapes(n, k))
         return storage, nbytes
+
+    def _other_weight(self, stem: str, storage: Storage, entry: Entry, shape: tuple[int, ...]) -> int:
+        """Note a weight of a dtype that ``storage`` has not; what is stored beside it belongs to another format."""
+        self.seen.update(f"{stem}.{suffix}" for suffix in SUFFIXES)
+        weight = storage.decoder.parts[0]
+        known = ", ".join(f"{' or '.join(dtypes)} ({scheme})" for scheme, dtypes in WEIGHT_DTYPES.items())
+        self.problems.append(
+            f"tensor {called(f'{stem}.{weight.suffixes[0]}', entry)} in {entry.file}: wrong dtype: expected"
+            f" {' or '.join(weight.dtypes)} {list(shape)} ({storage.decoder.scheme or storage.value}), found"
+            f" {_describe(entry)}; weights that are read are {known}: export the checkpoint in one of these formats"
+        )
+        return entry.nbytes
 
     def _tensor(self, name: str, dtypes: tuple[str, ...], shapes: list[tuple[int, ...]]) -> int:
         entry = self.entries.get(name)

@@ -54,3 +54,8 @@ SUFFIXES = tuple(
     dict.fromkeys(suffix for storage in Storage for part in storage.decoder.parts for suffix in part.suffixes)
 )
 """What can follow a matrix's stem."""
+WEIGHT_DTYPES = {
+    storage.decoder.scheme or storage.value: storage.decoder.parts[0].dtypes
+    for storage in (Storage.NVFP4, Storage.MXFP4, Storage.FP8, Storage.PLAIN)
+}
+"""Dtypes that weights can have, by scheme; every storage has those of its scheme."""

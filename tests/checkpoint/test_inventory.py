@@ -15,10 +15,10 @@ from nvfp4_sgl.checkpoint.inventory import INDEX, Inventory
 from nvfp4_sgl.checkpoint.names import Role, TensorSpec, mtp_specs, tensor_specs
 from nvfp4_sgl.checkpoint.quantization import check_quantization_config
 from nvfp4_sgl.checkpoint.safetensors_header import ITEM_BYTES, read_header
-from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.checkpoint.storage import WEIGHT_DTYPES, Storage
 from nvfp4_sgl.config import ModelConfig, read_config_json
 from nvfp4_sgl.errors import CheckpointError, ConfigError
-from tests.support.damage import Stored, copy_checkpoint, load_stored, store
+from tests.support.damage import Stored, change_tensor, copy_checkpoint, file_of, load_stored, remove, store
 from tests.support.released import FLASH, PRO
 
 Stored1 = Iterator[tuple[str, str, tuple[int, ...]]]
@@ -125,6 +125,72 @@ def test_mtp_is_skipped(tiny: dict[str, Path]) -> None:
     assert (summary.skipped, summary.draft) == (count, "MTP draft")
     (row,) = [line for line in summary.table().splitlines() if "mtp.*" in line]
     assert re.match(rf"draft, mtp\.\* +MTP draft +{count} ", row), "a server may draft with it: it is not left out"
+
+
+FOREIGN = sorted({*ITEM_BYTES}.difference(*WEIGHT_DTYPES.values()))
+"""Dtypes that weights of no format have."""
+QUERY, EXPERT, COMPRESSOR = "layers.1.attn.wq_b", "layers.1.ffn.experts.3.w1", "layers.1.attn.compressor.wkv"
+WEIGHTS = {
+    "NVFP4": ("nvfp4-full", QUERY, "U8"),
+    "NVFP4, compressed-tensors": ("compressed-tensors", EXPERT, "U8"),
+    "MXFP4": ("deepseek", EXPERT, None),
+    "FP8": ("deepseek", QUERY, "F8_E4M3"),
+    "FP8, float scales": ("deepseek-base", QUERY, "F8_E4M3"),
+    "plain": ("deepseek", COMPRESSOR, "BF16 or F32"),
+}
+"""A matrix of each storage: its tiny format, its stem, and the dtype that an error expects, if that is always one."""
+
+
+OTHERS = [
+    *((storage, dtype) for storage in WEIGHTS for dtype in (*FOREIGN, "I8")),
+    *((storage, "U8") for storage in WEIGHTS if not storage.startswith("NVFP4")),
+    *((storage, "I8, packed") for storage in WEIGHTS if storage.startswith("NVFP4")),
+]
+"""Storages, and what is stored as their weight."""
+
+
+@pytest.mark.parametrize(("storage", "dtype"), OTHERS)
+def test_a_weight_of_a_dtype_that_no_format_has(
+    storage: str, dtype: str, tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    """The error is about its dtype alone, and not about the scales that a matrix of another format would need."""
+    format, stem, expected = WEIGHTS[storage]
+    dtype, is_packed = dtype.removesuffix(", packed"), dtype.endswith("packed")
+    directory, config = copy_checkpoint(tiny[format], tmp_path / "copy"), ModelConfig.from_dir(tiny[format])
+    name = f"{stem}.weight_packed" if storage == "NVFP4, compressed-tensors" else f"{stem}.weight"
+    n, k = tensor_specs(config)[stem].shape
+    shape = [n, k // 2] if is_packed else [n, k]
+    change_tensor(directory, name, lambda *_: (dtype, shape, bytes(math.prod(shape) * ITEM_BYTES[dtype])))
+    with pytest.raises(CheckpointError) as caught:
+        Inventory.open(directory).verify(config)
+    message = str(caught.value)
+    assert message.count("\n") == 1 and f"'{name}' in {file_of(directory, name)}: wrong dtype: expected " in message
+    assert (
+        f"found {dtype} {shape}; weights that are read are U8 (NVFP4), I8 or U8 (MXFP4), F8_E4M3 (FP8), BF16" in message
+    )
+    assert message.endswith("BF16 or F32 (plain): export the checkpoint in one of these formats")
+    if expected is not None:
+        assert f"expected {expected} [" in message and f"({storage.partition(',')[0]}), found" in message
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "C64", "I4"])
+def test_a_dtype_that_is_not_read_at_all(dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    directory = copy_checkpoint(tiny["nvfp4-full"], tmp_path / "copy")
+    change_tensor(directory, f"{QUERY}.weight", lambda _, shape, data: (dtype, shape, data))
+    with pytest.raises(CheckpointError, match=rf"'{QUERY}\.weight': unknown dtype '{dtype}'; expected one of BOOL, U8"):
+        Inventory.open(directory)
+
+
+def test_weights_of_a_scheme_have_the_same_dtypes() -> None:
+    for storage in Storage:
+        assert WEIGHT_DTYPES[storage.decoder.scheme or storage.value] == storage.decoder.parts[0].dtypes
+
+
+def test_codes_of_mxfp4_without_their_scale(tiny: dict[str, Path], tmp_path: Path) -> None:
+    directory = copy_checkpoint(tiny["deepseek"], tmp_path / "copy")
+    remove(directory, f"{EXPERT}.scale")
+    with pytest.raises(CheckpointError, match=rf"\n  - tensor '{EXPERT}\.scale' is missing: expected F8_E8M0[^\n]*$"):
+        Inventory.open(directory).verify(ModelConfig.from_dir(directory))
 
 
 def test_a_prefix_on_every_name_is_stripped(tiny: dict[str, Path], tmp_path: Path) -> None:
