@@ -22,6 +22,8 @@ class Kind(Enum):
     ADMINISTRATIVE = "acts on other people's requests or on the server"
 
 
+UPDATE_WEIGHTS = "/update_weights_from_disk"
+
 PATHS: Mapping[str, Kind] = {
     **dict.fromkeys(
         (
@@ -72,7 +74,7 @@ PATHS: Mapping[str, Kind] = {
             "/pause_generation",
             "/start_profile",
             "/stop_profile",
-            "/update_weights_from_disk",
+            UPDATE_WEIGHTS,
         ),
         Kind.ADMINISTRATIVE,
     ),
@@ -118,10 +120,15 @@ class Refusal:
         )
 
     def as_json(self, path: str = "") -> dict[str, object]:
-        """The body of the answer to a request to ``path``: Anthropic's paths have a shape of their own."""
+        """The body of the answer to a request to ``path``: Anthropic's paths have a shape of their own.
+
+        That to an update of weights has what SGLang answers to one that is refused, too.
+        """
         if path.startswith("/v1/messages"):
             return {"type": "error", "error": {"type": self.kind, "message": self.message}}
-        return {"error": {"message": self.message, "type": self.kind, "param": None, "code": self.status}}
+        error = {"message": self.message, "type": self.kind, "param": None, "code": self.status}
+        refused = {"success": False, "message": self.message, "num_paused_requests": 0}
+        return {"error": error} | (refused if path == UPDATE_WEIGHTS else {})
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ HONOURED: Mapping[str, tuple[Any, ...] | None] = {
     "token_step": (0,),
     "torch_empty_cache": (False,),
 }
-"""Fields of the request and the values that are taken; ``None``: any."""
+"""Fields of the request and the values that are taken; ``None``: any. HTTP's are checked before, by a table of fields
+(:mod:`.fields.administrative`)."""
 
 DRAFT_UPDATED = "cpu"
 """``--device``, as resolved, of servers whose draft is replaced with the model."""

@@ -132,7 +132,7 @@ def test_checkpoints_that_do_not_fit_change_nothing(server: Server, old: Path, n
         status, message = update(server, path)
         assert status == 400 and all(word in message for word in words), message
     fields = {"flush_cache": False, "load_format": "dummy", "keep_pause": True, "no_such_field": 1, "manifest": {}}
-    for name, value in fields.items():
+    for name, value in [*fields.items(), ("model_path", 5), ("model_path", [str(new)]), ("model_path", None)]:
         status, message = update(server, new, **{name: value})
         assert status == 400 and message.startswith(f"{name}:"), message
     server.command("/pause_generation", {"mode": "retract"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 
 from nvfp4_sgl.errors import CheckpointError, ConfigError, UnsupportedError
 from nvfp4_sgl.serving import arguments, update_request, update_weights
+from nvfp4_sgl.serving.endpoints import UPDATE_WEIGHTS as UPDATE
+from nvfp4_sgl.serving.fields.administrative import UPDATE_WEIGHTS
+from nvfp4_sgl.serving.guard import checked_request
 from nvfp4_sgl.serving.model import DeepseekV4ForCausalLM
 from nvfp4_sgl.serving.sglang import parallel, settings, weight_updates
 
@@ -29,6 +33,52 @@ def test_every_field_of_sglang_is_known() -> None:
     assert set(update_request.HONOURED) == fields
     update_request.check_fields(asked(), ["model_path", "weight_version"])
     update_request.check_fields(asked(abort_all_requests=True, load_format="auto", weight_version="1"))
+    for name, values in update_request.HONOURED.items():
+        for value in values or ():
+            assert UPDATE_WEIGHTS[name].fault(name, value) is None
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a number": (5, "found 5; expected the path of a directory"),
+    "a list": (["DIR"], "found ['DIR']; expected the path of a directory"),
+    "null": (None, "found None; expected the path of a directory"),
+    "an object": ({}, "found {}; expected the path of a directory"),
+    "empty": ("", "found ''; expected the path of a directory"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_paths_of_wrong_types(wrong: str) -> None:
+    """They are refused before SGLang reads the body; the answer has the shape of every refused update."""
+    value, message = WRONG[wrong]
+    refusal, _ = checked_request(UPDATE, json.dumps({"model_path": value}).encode())
+    assert refusal is not None and refusal.status == 400
+    found = refusal.as_json(UPDATE)
+    assert {name: found[name] for name in ("success", "message", "num_paused_requests")} == {
+        "success": False,
+        "message": f"model_path: {message}",
+        "num_paused_requests": 0,
+    }
+    assert "success" not in refusal.as_json("/generate")
+
+
+def test_bodies_of_updates() -> None:
+    whole = {"model_path": "DIR", "weight_version": None, "flush_cache": True, "token_step": 0, "manifest": None}
+    assert checked_request(UPDATE, json.dumps(whole).encode())[0] is None
+    for name, value in {
+        "weight_version": 2,
+        "load_format": "dummy",
+        "abort_all_requests": None,
+        "flush_cache": False,
+        "is_async": None,
+        "token_step": False,
+        "manifest": {},
+        "model_paht": "DIR",
+    }.items():
+        refusal, _ = checked_request(UPDATE, json.dumps({"model_path": "DIR", name: value}).encode())
+        assert refusal is not None and refusal.message.startswith(f"{name}: "), name
+    refusal, _ = checked_request(UPDATE, b"{}")
+    assert refusal is not None and refusal.message == "model_path: missing; expected the path of a directory"
 
 
 @pytest.mark.parametrize(

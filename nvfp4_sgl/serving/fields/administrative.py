@@ -1,17 +1,19 @@
-"""Fields of administrative paths, but for ``/update_weights_from_disk``: :mod:`..update_request` has those."""
+"""Fields of administrative paths."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from nvfp4_sgl.serving.fields.checks import array_of, boolean, integer, one_of, text
+from nvfp4_sgl.serving.fields.checks import array_of, boolean, integer, one_of, plain, text
 from nvfp4_sgl.serving.fields.field import Table, offered, refused
 from nvfp4_sgl.serving.fields.generate import INTERNAL
 from nvfp4_sgl.serving.fields.values import request_name
 
 INT32 = 2**31 - 1
 NO_DUMPS = "not offered: it writes requests to files; leave it out, and use log_requests"
+
+NOT_HONOURED = "not honoured by an update of weights; leave it out"
 
 NO_FIELDS: Table = {}
 
@@ -54,6 +56,35 @@ CONTINUE_GENERATION: Table = {
     **_MESSAGE,
     "torch_empty_cache": offered(boolean(), null=False),
 }
+
+UPDATE_WEIGHTS: Table = {
+    **_MESSAGE,
+    "model_path": offered(
+        plain(
+            "the path of a directory",
+            lambda value: isinstance(value, str) and value != "" and "\0" not in value,
+            inside=("DIR", "/a/b"),
+            outside=("", "a\0b", 5, 0.5, True, [], ["DIR"], {}),
+        ),
+        required=True,
+    ),
+    "load_format": offered(one_of("auto", "safetensors")),
+    "abort_all_requests": offered(boolean(), null=False),
+    "weight_version": offered(text()),
+    **{
+        name: refused(NOT_HONOURED, harmless=one_of(value), null=False)
+        for name, value in {
+            "flush_cache": True,
+            "is_async": False,
+            "keep_pause": False,
+            "recapture_cuda_graph": False,
+            "token_step": 0,
+            "torch_empty_cache": False,
+        }.items()
+    },
+    "manifest": refused(NOT_HONOURED),
+}
+"""What is honoured :data:`..update_request.HONOURED` says, too, of callers without HTTP."""
 
 START_PROFILE: Table = {
     **_MESSAGE,

@@ -40,6 +40,7 @@ BODIES: Mapping[str, Table] = {
     "/pause_generation": administrative.PAUSE_GENERATION,
     "/start_profile": administrative.START_PROFILE,
     "/stop_profile": administrative.NO_FIELDS,
+    "/update_weights_from_disk": administrative.UPDATE_WEIGHTS,
 }
 """Fields of the body, by path."""
 
