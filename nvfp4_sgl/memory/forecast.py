@@ -22,12 +22,16 @@ from nvfp4_sgl.memory.pools import (
 from nvfp4_sgl.memory.setting import Setting
 from nvfp4_sgl.memory.weights import draft_weight_bytes, weight_bytes
 from nvfp4_sgl.ops.modes import ActivationMode
+from nvfp4_sgl.prompt_sizes import TOKENS
 from nvfp4_sgl.targets.target import Descriptor, descriptor
 
 GPU_RUNTIME_BYTES = 3 << 29
 """Estimated: CUDA context, compiled kernels and their workspace (18.5 MiB on a B200), NCCL and captured graphs of a
 rank, 1.5 GiB."""
 PROMPTS = "graphs of prompts"
+GRAPH_LAYER_BYTES = 9 << 17
+"""Of a captured prompt pass, a layer, beside the activations: what the driver keeps of its launches, 1.1 MiB. Eight
+graphs of 43 layers took 0.4 GB more than their activations (``launch/results/flash_tp2_h200.md``)."""
 
 
 @dataclass(frozen=True)
@@ -211,22 +215,25 @@ def _estimated(config: ModelConfig, chosen: Descriptor, setting: Setting) -> dic
         "CUDA context, kernels, graphs": GPU_RUNTIME_BYTES,
     }
     if setting.prompt_tokens:
-        found[PROMPTS] = _prompt_graphs(setting, token, scores)
+        found[PROMPTS] = _prompt_graphs(config, setting, token, scores)
     return found
 
 
-def _prompt_graphs(setting: Setting, token: int, scores: int) -> int:
+def _prompt_graphs(config: ModelConfig, setting: Setting, token: int, scores: int) -> int:
     """Bytes of captured prompts.
 
     They are the activations of the largest, which all use, and index scores, unless those of decode suffice. Each
-    graph has slots of ratio-128 entries, of 4 bytes, for twice the tokens of the largest in all.
+    graph has slots of ratio-128 entries, of 4 bytes, for twice the tokens of the largest in all, and its launches. A
+    model whose index chooses has two graphs of a size (``..model.static_prompt``).
 
     Args:
         token: bytes of a token's activations. scores: of the index scores of decode.
     """
     tokens, longest = setting.prompt_tokens, setting.context
     own = min(tokens * longest, 4 * MAX_SCORES_AT_ONCE)
-    return tokens * token + (own if own > scores else 0) + 2 * tokens * longest // 128 * 4
+    graphs = sum(size <= tokens for size in TOKENS) * (1 + (LayerKind.CSA in config.layer_kinds))
+    launches = graphs * len(config.layer_kinds) * GRAPH_LAYER_BYTES
+    return tokens * token + (own if own > scores else 0) + 2 * tokens * longest // 128 * 4 + launches
 
 
 def dspark_buffers(config: ModelConfig, draft: Draft, setting: Setting) -> dict[str, int]:

@@ -19,7 +19,7 @@ from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.memory import plan
-from nvfp4_sgl.memory.forecast import Forecast, dspark_buffers, forecast
+from nvfp4_sgl.memory.forecast import GRAPH_LAYER_BYTES, Forecast, dspark_buffers, forecast
 from nvfp4_sgl.memory.pools import (
     LEAST_WINDOW_TOKENS,
     bytes_per_server,
@@ -350,10 +350,20 @@ def test_graphs_of_prompts_are_estimated() -> None:
     name, chunk = "graphs of prompts", "activations of a prefill chunk"
     assert name not in forecast(FLASH_VERIFIED, "sm_90a", plain, None).estimated
     found = forecast(FLASH_VERIFIED, "sm_90a", replace(plain, prompt_tokens=2048), None).estimated
-    slots = 4096 * 8192 * 4
-    assert found[name] == found[chunk] // 4 + slots
+    slots, graphs = 4096 * 8192 * 4, 8
+    assert found[name] == found[chunk] // 4 + slots + graphs * 43 * GRAPH_LAYER_BYTES
     few = forecast(FLASH_VERIFIED, "sm_90a", replace(plain, requests=16, prompt_tokens=2048), None).estimated
     assert few[name] == found[name] + (256 << 20)
+    one = forecast(FLASH_VERIFIED, "sm_90a", replace(plain, prompt_tokens=256), None).estimated
+    assert one[name] == found[chunk] // 32 + slots // 8 + 2 * 43 * GRAPH_LAYER_BYTES
+
+
+def test_graphs_of_prompts_take_as_much_as_recorded() -> None:
+    """launch/results/flash_tp2_h200.md: 0.96 GB, in servers laid out for 64 requests and for 256."""
+    for requests in (64, 256):
+        setting = Setting(2, requests, 16384, 8192, 2, None, 0.1, 0.8, prompt_tokens=2048)
+        found = forecast(FLASH_VERIFIED, "sm_90a", setting, None).estimated["graphs of prompts"]
+        assert found == pytest.approx(0.96e9, rel=0.03)
 
 
 @pytest.mark.parametrize(
