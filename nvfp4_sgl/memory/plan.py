@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nvfp4_sgl import prompt_sizes
 from nvfp4_sgl.arguments import add_ranks, add_target, whole_number
+from nvfp4_sgl.cache.layout import PAGE_TOKENS
 from nvfp4_sgl.checkpoint.drafts import Draft
 from nvfp4_sgl.draft_arguments import add_drafts
 from nvfp4_sgl.errors import ConfigError
@@ -43,6 +44,7 @@ class ServerFlags:
         gpu_memory: GiB that are free on each GPU before the server starts.
         requests, context, fraction, kv_cache_dtype: ``--max-running-requests``, ``--context-length``,
             ``--mem-fraction-static``, ``--kv-cache-dtype``.
+        chunk: ``--chunked-prefill-size``.
         algorithm, steps, block: ``--speculative-algorithm``, ``--speculative-num-steps``,
             ``--speculative-dspark-block-size``.
     """
@@ -54,6 +56,7 @@ class ServerFlags:
     context: int | None = None
     fraction: float | None = None
     kv_cache_dtype: str = "auto"
+    chunk: int | None = None
     algorithm: str | None = None
     steps: int | None = None
     block: int | None = None
@@ -76,6 +79,10 @@ class ServerFlags:
             raise ConfigError(
                 f"--context-length {self.context}: expected 1 to {longest}, config.json's max_position_embeddings"
             )
+        if self.chunk is not None and self.chunk % PAGE_TOKENS:
+            raise ConfigError(
+                f"--chunked-prefill-size {self.chunk}: expected a multiple of {PAGE_TOKENS}, the tokens of a page"
+            )
         setting = self._on_gpu(longest) if descriptor(target).on_gpu else self._on_cpu(longest)
         if draft is None:
             return setting
@@ -87,13 +94,13 @@ class ServerFlags:
             self.ranks,
             requests=self.requests or REQUESTS,
             context=self.context or longest,
-            chunk=CHUNK,
+            chunk=self.chunk or CHUNK,
             dtype_bytes=GPU_DTYPE_BYTES,
             row_bytes=None,
             swa_ratio=PACKED_SWA_RATIO,
             fraction=self.fraction or FRACTION,
             window_by_ratio=self.requests is None,
-            prompt_tokens=prompt_sizes.planned(CHUNK),
+            prompt_tokens=prompt_sizes.planned(self.chunk or CHUNK),
         )
 
     def _on_cpu(self, longest: int) -> Setting:
@@ -103,7 +110,7 @@ class ServerFlags:
             self.ranks,
             requests=self.requests or CPU_DEFAULTS["max_running_requests"],
             context=self.context or longest,
-            chunk=CPU_DEFAULTS["chunked_prefill_size"],
+            chunk=self.chunk or CPU_DEFAULTS["chunked_prefill_size"],
             dtype_bytes=4,
             row_bytes={"auto": 4, "bfloat16": 2}.get(self.kv_cache_dtype),
             swa_ratio=CPU_SWA_RATIO,
@@ -144,6 +151,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="fraction",
         help=f"share of free memory that weights and pools may take (default: {FRACTION} on a GPU)",
     )
+    group.add_argument(
+        "--chunked-prefill-size",
+        type=whole_number(1 << 30),
+        metavar="TOKENS",
+        dest="chunk",
+        help=f"tokens of prompts in a pass (default: {CHUNK} on a GPU)",
+    )
     group.add_argument("--kv-cache-dtype", default="auto", metavar="DTYPE", help="dtype of cache rows (default: auto)")
     add_drafts(group)
 
@@ -158,6 +172,7 @@ def from_arguments(args: argparse.Namespace) -> ServerFlags:
         context=args.context,
         fraction=args.fraction,
         kv_cache_dtype=args.kv_cache_dtype,
+        chunk=args.chunk,
         algorithm=args.algorithm,
         steps=args.steps,
         block=args.block,

@@ -96,6 +96,7 @@ REFUSED = {
     "--max-running-requests": ["0", "-1", "1e3", "1048577", "²"],
     "--context-length": ["0", "-1", "1.5", str(2**30 + 1)],
     "--mem-fraction-static": ["0", "1.01", "nan", "85%"],
+    "--chunked-prefill-size": ["0", "-1", "8k", str(2**30 + 1)],
     "--target": ["sm_80"],
 }
 
@@ -115,6 +116,7 @@ def test_values_out_of_range(flag: str, value: str, model: Path, capsys: pytest.
         (("--kv-cache-dtype", "fp4"), ("--kv-cache-dtype fp4", "auto, bfloat16, fp8_e4m3 on cpu")),
         (("--context-length", "99999999"), ("--context-length 99999999", "max_position_embeddings")),
         (("--gpu-memory", "80"), ("--gpu-memory", "--target")),
+        (("--chunked-prefill-size", "1000"), ("--chunked-prefill-size 1000", "a multiple of 256")),
     ],
 )
 def test_flags_that_the_target_or_the_model_does_not_take(
@@ -128,6 +130,15 @@ def test_flags_that_the_target_or_the_model_does_not_take(
 def test_flags_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--gpu-memory", "80"]) == 2
     assert "DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90a"])
+def test_chunks_as_they_are_given(target: str) -> None:
+    """Their activations, and graphs of prompts up to the largest that a chunk holds."""
+    config: Any = type("Config", (), {"max_position_embeddings": 4096})
+    plain, given = (ServerFlags(chunk=chunk).setting(target, config) for chunk in (None, 512))
+    assert (plain.chunk, given.chunk) == ({"cpu": 1024, "sm_90a": 8192}[target], 512)
+    assert given.prompt_tokens == (0 if target == "cpu" else 512)
 
 
 @pytest.mark.parametrize("requests", [None, 64])
