@@ -26,7 +26,7 @@ from programs.local_server import server
 from benchmarks import decode_trace, start
 from benchmarks.client import Client, started
 from benchmarks.decode_trace import Gemms
-from benchmarks.full_size_checks import Machine, plan_lines, problems
+from benchmarks.full_size_checks import CARDS, Machine, assumed, plan_lines, problems
 from benchmarks.full_size_options import complete
 from benchmarks.full_size_plan import (
     ADMIN_KEY,
@@ -100,9 +100,9 @@ def main() -> int:
 
 
 def planned(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
+    """Print the plan; 1 if none of the cards in it could be used."""
     print("\n".join(plan_lines(arguments)))
-    return 0
+    return 0 if any(not list(problems(arguments, assumed(arguments, name))) for name in CARDS) else 1
 
 
 def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -40,13 +40,13 @@ def options(*words: str) -> Namespace:
     """What the command line says, and its output folder's default."""
     kept: list[Namespace] = []
 
-    def keep(arguments: Namespace) -> list[str]:
+    def keep(arguments: Namespace) -> int:
         kept.append(arguments)
-        return []
+        return 0
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["bench_full", "--dry-run", *words])
-        patch.setattr(full_size, "plan_lines", keep)
+        patch.setattr(full_size, "planned", keep)
         assert full_size.main() == 0
     return kept[0]
 
@@ -411,6 +411,13 @@ def test_a_dry_run_of_pro() -> None:
     short = next(line for line in lines if "does not fit: ours for 64 requests on H100, 80 GB" in line)
     assert "need 114.03 GB" in short and "is 71.19 GB (42.84 GB too little)" in short
     assert not any("does not fit" in line and "H200" in line for line in lines)
+
+
+@pytest.mark.parametrize(("words", "status"), [("--tp 2", 0), ("--tp 1", 1), ("--tp 3", 1)])
+def test_the_status_says_whether_a_card_holds_it(words: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flash fits two H200s and no two H100s; no model is split over three ranks."""
+    assert full_size.planned(options(*words.split())) == status
+    assert capsys.readouterr().out.count("does not fit") >= 1
 
 
 def test_a_start_that_measures_nothing_is_not_planned() -> None:
