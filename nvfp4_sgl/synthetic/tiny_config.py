@@ -7,6 +7,7 @@ tie at exactly zero).
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Mapping
 from typing import Any
@@ -155,7 +156,8 @@ def tiny_config(
     names: TinyNames = TinyNames.ORIGINAL,
     draft: TinyDraft | None = None,
 ) -> dict[str, Any]:
-    """The config.json dictionary; ``overrides`` replace fields of :data:`BASE` or give ``compress_ratios``.
+    """The config.json dictionary; ``overrides`` replace fields of :data:`BASE` or give ``compress_ratios``. It is the
+    caller's: transformers, for one, adds to fields within.
 
     Without ``compress_ratios``, layers alternate window-only, CSA, HCA, CSA, HCA, …, with a 0 for each MTP block.
     """
@@ -188,7 +190,7 @@ def tiny_config(
     if format is not TinyFormat.BF16:
         config["expert_dtype"] = "fp8" if format is TinyFormat.DEEPSEEK_BASE else "fp4"
         config["quantization_config"] = _quantization_config(format, names, layers)
-    return config
+    return copy.deepcopy(config)
 
 
 def _require_alike(draft: TinyDraft, field: str, overrides: Mapping[str, Any], expected: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from nvfp4_sgl.checkpoint.names import Role, tensor_specs
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.errors import CheckpointError, ConfigError
 from nvfp4_sgl.synthetic.tiny import write_tiny
-from nvfp4_sgl.synthetic.tiny_config import TinyFormat
+from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, tiny_config
 from nvfp4_sgl.synthetic.tiny_folder import MARKER
 from nvfp4_sgl.synthetic.tiny_weights import draw
 from tests.support.dequantize import dequantize_checkpoint, raw_tensors
@@ -31,6 +32,16 @@ def contents(directory: Path) -> dict[str, bytes]:
 def test_same_seed_same_bytes(tiny: dict[str, Path], tmp_path: Path, format: str) -> None:
     write_tiny(tmp_path / "again", format, seed=3)
     assert contents(tmp_path / "again") == contents(tiny[format])
+
+
+def test_a_configuration_is_the_callers_own() -> None:
+    """What transformers adds to its fields is in no other."""
+    config = tiny_config(TinyFormat.NVFP4_FULL, {}, draft=TinyDraft.DSPARK)
+    before = json.dumps(config)
+    config["rope_scaling"]["rope_type"] = "yarn"
+    config["dspark_target_layer_ids"].append(9)
+    config["quantization_config"]["ignore"].clear()
+    assert json.dumps(tiny_config(TinyFormat.NVFP4_FULL, {}, draft=TinyDraft.DSPARK)) == before
 
 
 def test_another_seed_changes_every_weight(tmp_path: Path) -> None:
