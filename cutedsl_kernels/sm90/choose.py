@@ -68,7 +68,7 @@ def _choose_experts(
 NARROW_MEAN = 6
 """The largest mean of tokens of an expert that takes tiles of 8. With more, many experts would need two of them, each
 of which expands the weights; a tile of 16 costs little more where it is multiplied 8 wide (``KernelShape.widths``).
-With a mean of 7 tiles of 16 take 0.93 of the time, with 5.3 they take 1.02 of it
+At a mean of 7 tiles of 16 take 0.93 of the time of tiles of 8 on an H200
 (``launch/results/hopper_step_h200.md``)."""
 
 

@@ -55,7 +55,7 @@ from benchmarks.hopper_overlap_report import (
 )
 from benchmarks.hopper_runs import Parts, compile_all
 from benchmarks.kernels import copy_bandwidth, elapsed
-from benchmarks.options import AT_ONCE, output_file
+from benchmarks.options import AT_ONCE, RANKS, output_file
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.cutedsl_kernels import launcher
 from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
@@ -364,8 +364,8 @@ def options() -> argparse.ArgumentParser:
         "--tp",
         nargs="+",
         type=int,
-        choices=[1, 2, 4, 8],
-        default=[1, 2, 4, 8],
+        choices=RANKS,
+        default=RANKS,
         metavar="N",
         help="tensor-parallel sizes",
     )

@@ -10,6 +10,8 @@ from nvfp4_sgl.arguments import whole_number
 
 LAYERS = whole_number(FLASH_LAYERS)
 """The first layers of Flash."""
+RANKS = (1, 2, 4, 8)
+"""Numbers of ranks that Flash is split over."""
 AT_ONCE = whole_number(1 << 16)
 """Requests of a step."""
 
@@ -20,3 +22,8 @@ def output_file(text: str) -> Path:
     if not text or file.is_dir() or not file.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, found '{text}'")
     return file
+
+
+def add_share(parser: argparse.ArgumentParser, help: str) -> argparse.Action:
+    """Add ``--tp``: the number of ranks, of which one is measured."""
+    return parser.add_argument("--tp", type=int, choices=RANKS, default=2, metavar="N", help=help)

@@ -30,8 +30,8 @@ GPU_RUNTIME_BYTES = 3 << 29
 rank, 1.5 GiB."""
 PROMPTS = "graphs of prompts"
 GRAPH_LAYER_BYTES = 9 << 17
-"""Of a captured prompt pass, a layer, beside the activations: what the driver keeps of its launches, 1.1 MiB. Eight
-graphs of 43 layers took 0.4 GB more than their activations (``launch/results/flash_tp2_h200.md``)."""
+"""What the driver keeps for a layer's launches in a captured prompt pass: 1.1 MiB, estimated. On H200s eight graphs of
+43 layers took 0.4 GB more than their activations (``launch/results/flash_tp2_h200.md``)."""
 
 
 @dataclass(frozen=True)

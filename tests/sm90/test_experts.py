@@ -178,7 +178,7 @@ def test_a_tile_of_16_is_multiplied_as_wide_as_its_tokens_need(shape: KernelShap
 @pytest.mark.parametrize("shape", [gather(16), down(16), ahead(16, output="fp32")], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_bad_token_stays_in_its_row(value: float, shape: KernelShape) -> None:
-    """Of both widths of a tile; a tile's last token, and its first, are among them."""
+    """Some in each width of a tile, the first and the last of a tile among them."""
     case = ExpertCase(shape, (8, 16, 3), features=16, k=192)
     call, weights = case.build()
     kept, (first, second, _) = call.tokens.clone(), case.rows()
