@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.families import relative_error
 from benchmarks.hopper_runs import compile_all
-from benchmarks.options import AT_ONCE, LAYERS, add_share, output_file
+from benchmarks.options import AT_ONCE, LAYERS, RANKS, output_file
 from benchmarks.profile_decoder import FLASH_PROMPT, each_us, flash_model, next_tokens, prompt
 from nvfp4_sgl.captured import CapturedDecode, capture
 from nvfp4_sgl.cutedsl_kernels import plan
@@ -187,7 +187,9 @@ def try_shapes(step: Step) -> dict[str, Any]:
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="launch/bench_hopper_step", description=(__doc__ or "").splitlines()[0])
-    add_share(parser, "as one of so many ranks; nothing is reduced")
+    parser.add_argument(
+        "--tp", type=int, choices=RANKS, default=2, metavar="N", help="as one of so many ranks; nothing is reduced"
+    )
     parser.add_argument("--layers", type=LAYERS, default=8, help="the first of Flash")
     parser.add_argument("--tokens", nargs="+", type=AT_ONCE, default=[1, 16, 64], help="requests of a step")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")

@@ -22,8 +22,3 @@ def output_file(text: str) -> Path:
     if not text or file.is_dir() or not file.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, found '{text}'")
     return file
-
-
-def add_share(parser: argparse.ArgumentParser, help: str) -> argparse.Action:
-    """Add ``--tp``: the number of ranks, of which one is measured."""
-    return parser.add_argument("--tp", type=int, choices=RANKS, default=2, metavar="N", help=help)

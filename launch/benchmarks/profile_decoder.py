@@ -25,7 +25,7 @@ import torch
 from triton.runtime.jit import KernelInterface
 
 from benchmarks.flash import write_flash
-from benchmarks.options import AT_ONCE, LAYERS, add_share, output_file
+from benchmarks.options import AT_ONCE, LAYERS, RANKS, output_file
 from benchmarks.profile_report import Section, device_events, median_launches
 from nvfp4_sgl import triton_kernels
 from nvfp4_sgl.arguments import whole_number
@@ -231,7 +231,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="launch/profile_decoder")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
     parser.add_argument("--flash", type=LAYERS, metavar="LAYERS", help="the first layers of Flash, random weights")
-    ranks = add_share(parser, "with --flash: as one of so many ranks")
+    ranks = parser.add_argument(
+        "--tp", type=int, choices=RANKS, default=2, metavar="N", help="with --flash: as one of so many ranks"
+    )
     context = parser.add_argument(
         "--context",
         type=TOKENS,

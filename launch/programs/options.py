@@ -62,12 +62,12 @@ def text_of(node: ast.expr, default: str, names: Names) -> str:
     return text.replace("%(default)s", default).replace("%%", "%")
 
 
-def literal(node: ast.expr) -> Any:
-    """A keyword's value as its literal says it; ``None`` if only the running program knows."""
+def literal(node: ast.expr, names: Names) -> Any:
+    """A keyword's value as its literal or a constant says it; ``None`` if only the running program knows."""
     if ast.unparse(node) == "argparse.REMAINDER":
         return argparse.REMAINDER
     try:
-        return ast.literal_eval(node)
+        return ast.literal_eval(names.get(node.id, node) if isinstance(node, ast.Name) else node)
     except ValueError:
         return None
 
@@ -76,7 +76,7 @@ def keywords(call: ast.Call, names: Names) -> dict[str, Any]:
     """Keywords of an ``add_argument`` as far as they are plain; no defaults, which are the program's."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     plain = ("action", "choices", "metavar", "nargs", "required")
-    found = {name: literal(given[name]) for name in plain if name in given}
+    found = {name: literal(given[name], names) for name in plain if name in given}
     if "type" in given:
         found["type"] = TYPES.get(ast.unparse(given["type"]))
     default = shown(given["default"], names) if "default" in given else "None"
