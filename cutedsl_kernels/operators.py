@@ -10,7 +10,7 @@ so calls may be captured in CUDA graphs (each kernel must have run once before: 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -115,12 +115,8 @@ class Room(Generic[OperandsT]):
         labels = [f"{name}: {field}" for field in fields]
 
         def check(operands: OperandsT) -> Output:
-            tensors = {
-                label: value
-                for label, field in zip(labels, fields, strict=True)
-                if isinstance(value := getattr(operands, field), Tensor)
-            }
-            require_same_device("out", operands.out, **tensors)
+            values = [getattr(operands, field) for field in fields]
+            require_same_device("out", operands.out, **dict(_tensors(labels, values)))
             return operator.check(name, operands)
 
         def made(arguments: tuple[object, ...]) -> OperandsT:
@@ -145,6 +141,15 @@ class Room(Generic[OperandsT]):
         _LIBRARY.define(f"{operator.schema} -> ()", tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"nvfp4_sgl::{name}", trace, lib=_LIBRARY)
+
+
+def _tensors(labels: Iterable[str], values: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among ``values``, and those of lists, by their labels."""
+    for label, value in zip(labels, values, strict=True):
+        if isinstance(value, Tensor):
+            yield label, value
+        elif isinstance(value, list):
+            yield from _tensors((f"{label}[{i}]" for i in range(len(value))), value)
 
 
 class Launch(NamedTuple):

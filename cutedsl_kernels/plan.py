@@ -160,6 +160,7 @@ def plan_w4a16(
     clusters: Clusters,
     kind: WeightKind = "nvfp4",
     *,
+    copies: int = 0,
     pin: Pin | None = None,
 ) -> HopperShape:
     """The kernel for a dense GEMM, or for ``groups`` of them, of bf16 rows.
@@ -170,13 +171,16 @@ def plan_w4a16(
         output: what is written.
         clusters: how many clusters the GPU runs at a time.
         kind: of weights.
+        copies: tensors beside ``out`` that get the result. The choice does not depend on them.
 
     Raises:
         OperandValueError: plans are pinned to pairs, or to a split of K that Hopper has not.
     """
     if pin is not None:
-        return _pinned_hopper(pin, k, output, gated=False, grouped=False, kind=kind)
-    return hopper.choose_gemm(features, k, rows, groups, output, clusters, kind)
+        shape = _pinned_hopper(pin, k, output, gated=False, grouped=False, kind=kind)
+    else:
+        shape = hopper.choose_gemm(features, k, rows, groups, output, clusters, kind)
+    return replace(shape, copies=copies) if copies else shape
 
 
 def plan_w4a16_experts(
@@ -261,7 +265,8 @@ def w4a16_expert_token_tile_for(pairs: int, experts: int, pin: Pin | None = None
 def every_w4a16_key(limit: float, outputs: tuple[Output, ...] = ("bf16",)) -> list[KernelKey]:
     """All kernels that plans can need on Hopper, whatever the sizes: ``outputs``, but bf16 of gated kernels.
 
-    Those of FP8 weights are among them.
+    Those of FP8 weights are among them. Kernels that write copies are not: they would be three more of every dense one,
+    and only ranks that share a layer need those of their number. Their plans name them (:func:`.warm_up.keys_for`).
     """
     k = 1 << 20  # long enough for every split of K
     keys = [

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.scale_layout import scale_bytes
 
 from . import launcher
@@ -79,6 +80,7 @@ def keys_for(
     weighted: bool = False,
     programmatic_launch: bool = True,
     pin: Pin | None = None,
+    copies: int = 0,
 ) -> list[KernelKey]:
     """The kernels that calls with 1 to ``max_tokens`` tokens use, each once.
 
@@ -93,9 +95,16 @@ def keys_for(
         weighted: whether the experts' down GEMMs are called with row weights.
         programmatic_launch: as in :class:`.compiled.KernelKey`.
         pin: what all plans have in common, as the launcher has it.
+        copies: tensors beside ``out`` that get the results of ``products``. All of these are then dense GEMMs of NVFP4
+            weights on Hopper that write bf16.
+
+    Raises:
+        OperandValueError: there are copies of other GEMMs, or on another architecture.
     """
     if architecture == "sm_90a":
-        return _w4a16_keys(products, max_tokens, limit, clusters, programmatic_launch, pin)
+        return _w4a16_keys(products, max_tokens, limit, clusters, programmatic_launch, pin, copies)
+    if copies:
+        raise OperandValueError(f"copies: expected 0 for {architecture}, found {copies}")
     found: dict[KernelKey, None] = {}
     for product in products:
         if product.kind == "bf16" or product.kind == "fp8":
@@ -115,6 +124,7 @@ def _w4a16_keys(
     clusters: Clusters,
     programmatic_launch: bool,
     pin: Pin | None,
+    copies: int,
 ) -> list[KernelKey]:
     """:func:`keys_for` on Hopper, whose experts write bf16 unless fp32 is asked for."""
     found: dict[KernelKey, None] = {}
@@ -122,6 +132,11 @@ def _w4a16_keys(
         if product.kind == "bf16" or product.kind == "mxfp8":
             continue
         features, k, groups = product.features, product.k, product.groups
+        is_plain = product.kind == "nvfp4" and product.output == "bf16" and groups == 1
+        if copies and (not is_plain or product.gated or product.experts_per_token):
+            raise OperandValueError(
+                f"copies: expected 0 but for dense GEMMs of NVFP4 weights that write bf16, found {copies} for {product}"
+            )
         for tokens in range(1, max_tokens + 1):
             if product.experts_per_token:
                 pairs = tokens * product.experts_per_token
@@ -143,7 +158,8 @@ def _w4a16_keys(
                     pin=pin,
                 )
             else:
-                shape = plan_w4a16(features, k, tokens, groups, product.output, clusters, product.kind, pin=pin)
+                sizes = features, k, tokens, groups
+                shape = plan_w4a16(*sizes, product.output, clusters, product.kind, copies=copies, pin=pin)
             key = KernelKey("sm_90a", shape, limit if product.gated else None, programmatic_launch=programmatic_launch)
             found[key] = None
     return sorted(found, key=lambda key: key.name)
@@ -225,4 +241,5 @@ def _smallest_w4a16_call(shape: HopperShape, device: torch.device) -> HopperCall
         offsets=zeros(1, dtype=torch.int32) if shape.grouped else None,
         counts=torch.full((1,), rows, dtype=torch.int32, device=device) if shape.grouped else None,
         sources=zeros(rows, dtype=torch.int32) if shape.gathers else None,
+        copies=[zeros(rows, outputs, dtype=torch.bfloat16) for _ in range(shape.copies)],
     )

@@ -162,7 +162,7 @@ class BoundCall:
 
     Raises:
         ValueError: a tensor of the call, other than the workspace, is neither that operand nor a view of it from its
-            first element.
+            first element; or a list of tensors is not that operand.
     """
 
     def __init__(self, call: GemmCall, clusters: int, operands: Mapping[str, object]) -> None:
@@ -171,6 +171,11 @@ class BoundCall:
         self._operands: list[tuple[str, str]] = []
         self._views: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         for name, value in vars(call).items():
+            if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+                if value is not operands.get(name):
+                    raise ValueError(f"{name}: expected the operand {name}")
+                self._operands.append((name, name))
+                continue
             if not isinstance(value, Tensor) or name == "workspace":
                 self._kept[name] = value
                 continue

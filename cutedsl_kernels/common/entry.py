@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
-from .arguments import Arguments
+from .arguments import COPIES, Arguments
 from .gemm import Gemm
 
 OPERAND_ALIGNMENT = 16
@@ -34,7 +34,7 @@ class Entry:
         operands = [(dtype, OPERAND_ALIGNMENT) for dtype in (*self.gemm.operand_types, output, cutlass.Uint8)]
         fp32, i32 = cutlass.Float32, cutlass.Int32
         vectors = [(dtype, dtype.width // 8) for dtype in (fp32, fp32, fp32, i32, i32, i32)]
-        vectors.append((fp32, OPERAND_ALIGNMENT))
+        vectors += [(fp32, OPERAND_ALIGNMENT), *[(output, OPERAND_ALIGNMENT)] * len(COPIES)]
         return [
             *(make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align) for dtype, align in operands + vectors),
             *[Int32(1)] * 5,
@@ -58,6 +58,13 @@ class Entry:
         counts: cute.Pointer,
         sources: cute.Pointer,
         workspace: cute.Pointer,
+        copy_0: cute.Pointer,
+        copy_1: cute.Pointer,
+        copy_2: cute.Pointer,
+        copy_3: cute.Pointer,
+        copy_4: cute.Pointer,
+        copy_5: cute.Pointer,
+        copy_6: cute.Pointer,
         features: Int32,
         k: Int32,
         rows: Int32,
@@ -79,8 +86,8 @@ class Entry:
         """Launch; :class:`.arguments.Arguments` says what each is."""
         arguments = Arguments(
             weights, weight_scales, tokens, token_scales, out, out_scales, row_scale, row_weight, alpha, offsets,
-            counts, sources, workspace, features, k, rows, groups, clusters, token_row, token_group,
-            token_scale_row, token_scale_group, out_row, out_group, row_scale_row, row_scale_group, alpha_feature,
-            alpha_group, out_scale_row,
+            counts, sources, workspace, copy_0, copy_1, copy_2, copy_3, copy_4, copy_5, copy_6, features, k, rows,
+            groups, clusters, token_row, token_group, token_scale_row, token_scale_group, out_row, out_group,
+            row_scale_row, row_scale_group, alpha_feature, alpha_group, out_scale_row,
         )  # fmt: skip
         self.gemm.launch(arguments, stream, self.programmatic_launch)

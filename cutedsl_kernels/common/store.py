@@ -23,35 +23,38 @@ from .shape import TEAM_WARPS, GemmShape
 class PlainStore(Fixed):
     """Round to bf16 (or keep fp32) and store by TMA, through the warp's own buffers, round robin.
 
+    Several tensors of equal strides may get the same values, each by a copy of its own from the same buffer.
+
     A buffer is [tokens of a chunk, features of the warp], swizzled by the bytes of its rows, so that the writes of
     eight tokens touch all banks.
 
     Attributes:
         buffers: address of the warp's first buffer in shared memory.
-        source, destination: the buffers of all warps, and the output by warp, chunk and group, as the TMA atom sees
-            them.
+        targets: for each tensor the TMA atom; the buffers of all warps, and the tensor by warp, chunk and group, as the
+            atom sees them.
     """
 
     shape: GemmShape
-    atom: Any
     buffers: Any
-    source: Any
-    destination: Any
+    targets: tuple[tuple[Any, Any, Any], ...]
     warp: EpilogueWarp
 
     @classmethod
-    def create(cls, shape: GemmShape, storage: Any, target: Any, warp: EpilogueWarp) -> PlainStore:
-        atom, tensor = target
+    def create(cls, shape: GemmShape, storage: Any, targets: Any, warp: EpilogueWarp) -> PlainStore:
+        """The store of one warp to all of ``targets``, each as :meth:`host` returned it."""
         box = (shape.warp_outputs, shape.store_tokens)
         count = TEAM_WARPS * shape.teams * shape.warp_buffers
         layout = cute.make_layout((*box, count), stride=(1, shape.warp_outputs, shape.warp_outputs * box[1]))
         buffers = storage.output.get_tensor(layout, swizzle=cls._swizzle(shape), dtype=cls._dtype(shape))
-        tiles = cute.local_tile(tensor, box, (None, None, None))
-        source, destination = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
+        copies = []
+        for atom, tensor in targets:
+            tiles = cute.local_tile(tensor, box, (None, None, None))
+            source, destination = cpasync.tma_partition(
+                atom, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 2), cute.group_modes(tiles, 0, 2)
+            )
+            copies.append((atom, source, destination))
         start = storage.output.data_ptr().toint() + cls._first_buffer(shape, warp) * cls._buffer_bytes(shape)
-        return cls(shape, atom, start, source, destination, warp)
+        return cls(shape, start, tuple(copies), warp)
 
     @staticmethod
     def _first_buffer(shape: GemmShape, warp: EpilogueWarp) -> Any:
@@ -74,7 +77,7 @@ class PlainStore(Fixed):
     def host(
         cls, shape: GemmShape, out: Any, features: Any, rows: Any, groups: Any, row_stride: Any, group_stride: Any
     ) -> Any:
-        """The TMA store of a warp's buffer, and the coordinate tensor of the output."""
+        """The TMA store of a warp's buffer to one tensor, and the coordinate tensor of that."""
         tensor = cute.make_tensor(out, cute.make_layout((features, rows, groups), stride=(1, row_stride, group_stride)))
         box = (shape.warp_outputs, shape.store_tokens)
         layout = cute.make_composed_layout(cls._swizzle(shape), 0, cute.make_layout(box))
@@ -105,8 +108,10 @@ class PlainStore(Fixed):
             if inside:
                 column = feature_tile * TEAM_WARPS + warp.quarter
                 row = (token_tile * shape.chunks + chunk) * parts + part
-                source = self.source[None, self._first_buffer(shape, warp) + slot]
-                cute.copy(self.atom, source, self.destination[None, column, row, token_group])
+                number = self._first_buffer(shape, warp) + slot
+                for i in cutlass.range_constexpr(len(self.targets)):
+                    atom, source, destination = self.targets[i]
+                    cute.copy(atom, source[None, number], destination[None, column, row, token_group])
             # Commit an empty group, too: the wait counts one for each buffer.
             cute.arch.cp_async_bulk_commit_group()
 
@@ -157,7 +162,7 @@ class PlainStore(Fixed):
 
 
 def pack_bf16(low: Any, high: Any) -> Any:
-    """Two fp32 values, each rounded to bf16, as an integer of 32 bits."""
+    """Two fp32 values, each rounded to bf16, as an integer of 32 bits. Any NaN becomes 0x7FFF (PTX ISA, ``cvt``)."""
     return cute.arch.inline_ptx(
         "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
     )

@@ -47,7 +47,7 @@ class Epilogue(Fixed):
                 a.out, a.out_scales, outputs, a.rows, a.groups, a.out_row, a.out_group, a.out_scale_row
             )
         else:
-            target = PlainStore.host(shape, a.out, outputs, a.rows, a.groups, a.out_row, a.out_group)
+            target = (PlainStore.host(shape, a.out, outputs, a.rows, a.groups, a.out_row, a.out_group),)
         scale_layout = cute.make_layout((a.rows, a.groups), stride=(a.row_scale_row, a.row_scale_group))
         scales = cute.make_tensor(a.row_scale, scale_layout)
         weights = cute.make_tensor(a.row_weight, cute.make_layout(a.rows)) if self.weighted else None

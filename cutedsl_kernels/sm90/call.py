@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..common.arguments import COPIES, Arguments
 from ..common.call import GemmCall
 from .layout import TILE_K, TILE_ROWS
 from .shape import KernelShape
@@ -26,12 +28,22 @@ class Call(GemmCall):
             ups; the last two contiguous.
         sources: int32 [rows] of a kernel that gathers, else None: the row of ``tokens``, [T, k] with T up to ``rows``,
             that each row of ``out`` is computed from; negative for a row without a token.
+        copies: tensors of the shape, strides and dtype of ``out`` that get the same result, as many as the shape says.
+
+    Raises:
+        ValueError: there are more or fewer copies; or as :class:`GemmCall` says.
     """
 
     shape: KernelShape
     sources: Tensor | None = None
+    copies: Sequence[Tensor] = ()
 
     stage_k = TILE_K
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.copies) != self.shape.copies:
+            raise ValueError(f"copies: expected {self.shape.copies}, found {len(self.copies)}")
 
     @property
     def features(self) -> int:
@@ -52,4 +64,13 @@ class Call(GemmCall):
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         read = [self.weights, self.tokens, self.alpha, self.offsets, self.counts, self.sources]
-        return [tensor for tensor in read if tensor is not None], [self.out]
+        return [tensor for tensor in read if tensor is not None], [self.out, *self.copies]
+
+    def copied(self) -> dict[str, Tensor]:
+        return super().copied() | {f"copies[{i}]": copy for i, copy in enumerate(self.copies)}
+
+    def arguments(self, clusters: int) -> Arguments:
+        found = super().arguments(clusters)
+        if not self.copies:
+            return found
+        return found._replace(**{name: copy.data_ptr() for name, copy in zip(COPIES, self.copies, strict=False)})

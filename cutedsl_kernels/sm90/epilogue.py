@@ -1,4 +1,5 @@
-"""From accumulators to outputs: ``(acc * 2^shift) * alpha`` in fp32, SwiGLU if gated, one rounding, a TMA store.
+"""From accumulators to outputs: ``(acc * 2^shift) * alpha`` in fp32, SwiGLU if gated, one rounding, a TMA store
+to each tensor that gets the result.
 
 A warp owns 16 weight rows. Of each group of eight tokens thread l has tokens 2 (l % 4) and 2 (l % 4) + 1 of rows l / 4
 and l / 4 + 8 (``..common.fragment``). In a gated kernel these rows are a gate and the up of the same feature.
@@ -40,14 +41,18 @@ class Epilogue(Fixed):
         """Tensors and tensor maps for the kernel, of the launch's traced ``Arguments`` and the outputs' groups."""
         a = arguments
         outputs = a.features // shape.rows_per_feature
-        target = PlainStore.host(shape, a.out, outputs, a.rows, batch, a.out_row, a.out_group)
+        # Stores to other GPUs take longest: issue them first.
+        targets = tuple(
+            PlainStore.host(shape, out, outputs, a.rows, batch, a.out_row, a.out_group)
+            for out in (*a.copies[: shape.copies], a.out)
+        )
         alphas = cute.make_layout((a.features, a.groups), stride=(a.alpha_feature, a.alpha_group))
-        return target, cute.make_tensor(a.alpha, alphas)
+        return targets, cute.make_tensor(a.alpha, alphas)
 
     def device(self, shape: KernelShape, storage: Any, outputs: Any, warp: EpilogueWarp) -> Any:
         """The epilogue inside the kernel, for one warp."""
-        target, alphas = outputs
-        store = PlainStore.create(shape, storage, target, warp)
+        targets, alphas = outputs
+        store = PlainStore.create(shape, storage, targets, warp)
         return DeviceEpilogue(shape, self, alphas, store, warp)
 
 

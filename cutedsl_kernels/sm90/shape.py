@@ -66,6 +66,8 @@ MAX_CTAS = 3
 """Most CTAs that share an SM."""
 HOPPER_SPLITS = (1, 2, 3, 4, 8)
 """CTAs that may share the K of a tile. An H200 runs 30 clusters of four at a time."""
+COPIES = (0, 1, 3, 7)
+"""Tensors beside ``out`` that a kernel may write its result to: those of the other ranks of 2, 4 or 8."""
 MAX_CHUNK = 32
 """Tokens that the epilogue finishes at a time, at most."""
 
@@ -89,6 +91,7 @@ class KernelShape(GemmShape):
         gathers: whether tokens are taken from rows of an unsorted matrix, of experts' kernels for few tokens a tile.
         counts_ahead: whether an experts' kernel reads offsets and counts, and loads its first weights, before the
             previous kernel has ended. That kernel must have waited for the one that wrote them.
+        copies: tensors beside ``out`` that get the same result, of dense kernels of NVFP4 weights with bf16 output.
 
     Raises:
         ValueError: a combination that does not exist.
@@ -98,6 +101,7 @@ class KernelShape(GemmShape):
     max_ctas: int = MAX_CTAS
     gathers: bool = False
     counts_ahead: bool = False
+    copies: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,6 +118,11 @@ class KernelShape(GemmShape):
             )
         if self.counts_ahead and (self.gathers or not self.grouped):
             raise ValueError(f"counts_ahead: expected a grouped kernel of sorted rows, found {self}")
+        if self.copies not in COPIES:
+            raise ValueError(f"copies: expected one of {COPIES}, found {self.copies}")
+        is_plain = (self.gated, self.grouped, self.output, self.weights) == (False, False, "bf16", "nvfp4")
+        if self.copies and not is_plain:
+            raise ValueError(f"copies: expected 0 but for dense NVFP4 kernels with bf16 output, found {self}")
         if self.split_k > max_split(self.token_tile):
             limit = max_split(self.token_tile)
             raise ValueError(f"split_k is at most {limit} for token_tile {self.token_tile}, found {self.split_k}")
@@ -204,6 +213,8 @@ class KernelShape(GemmShape):
             return 3
         if self.gated and self.grouped and (self.token_tile, self.split_k) == (32, 8):
             return 1  # for its 114 registers
+        if self.copies == COPIES[-1] and (self.token_tile, self.split_k) in ((32, 8), (64, 2)):
+            return 1  # for its 121 registers, of which the tensor maps' addresses take some
         return 2 if self.token_tile <= TWO_CTAS_MAX_TILE else 1
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from ..launcher import Target
 from ..operators import Operator, Room, check_alpha, check_experts, check_out
 from ..sm90.call import Call
 from ..sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS
-from ..sm90.shape import GATE_ROWS
+from ..sm90.shape import COPIES, GATE_ROWS
 
 ARCHITECTURES = ("sm_90a",)
 """Architectures that have kernels for bf16 activations."""
@@ -39,6 +40,7 @@ class GemmOperands(operators.Operands):
     """Arguments of ``w4a16_product``, as :class:`..sm90.call.Call` describes them."""
 
     alpha: Tensor
+    copies: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +92,32 @@ def check_dense(op: str, x: operators.Operands, tile_bytes: int) -> Output:
 def _check_gemm(op: str, x: GemmOperands) -> Output:
     output = check_dense(op, x, TILE_BYTES)
     check_alpha(op, x.alpha, (x.weights.shape[0], x.out.shape[-1]), "[groups, features]")
+    if x.copies:
+        _check_copies(op, x, output)
     return output
+
+
+def _check_copies(op: str, x: GemmOperands, output: Output) -> None:
+    """Check tensors that get the same result as ``out``."""
+    require_one_of(f"{op}: copies", len(x.copies), COPIES)
+    if x.out.dim() != 2 or output != "bf16":
+        raise OperandValueError(
+            f"{op}: copies: expected none unless out is bf16 [rows, features], found {len(x.copies)} of {x.out.dtype}"
+            f" with {x.out.dim()} dimensions"
+        )
+    for i, copy in enumerate(x.copies):
+        require_dtype(f"{op}: copies[{i}]", copy, x.out.dtype)
+        require_shape(f"{op}: copies[{i}]", copy, x.out.shape, "that of out")
+        if copy.stride() != x.out.stride():
+            expected = f"those of out, {x.out.stride()}"
+            raise OperandValueError(f"{op}: copies[{i}]: expected strides {expected}, found {copy.stride()}")
 
 
 def _gemm(x: GemmOperands, output: Output, target: Target) -> Call:
     rows, k, features, groups = max(x.tokens.shape[0], 1), x.tokens.shape[-1], x.out.shape[-1], x.weights.shape[0]
-    shape = plan.plan_w4a16(features, k, rows, groups, output, target.clusters, pin=target.pin)
-    return Call(shape=shape, weights=x.weights, tokens=x.tokens, out=x.out, alpha=x.alpha)
+    copies, pin = len(x.copies), target.pin
+    shape = plan.plan_w4a16(features, k, rows, groups, output, target.clusters, copies=copies, pin=pin)
+    return Call(shape=shape, weights=x.weights, tokens=x.tokens, out=x.out, alpha=x.alpha, copies=x.copies)
 
 
 def _check_experts(op: str, x: ExpertOperands) -> Output:
@@ -164,7 +185,11 @@ def _experts(x: ExpertOperands, output: Output, target: Target) -> Call:
 
 
 Room(GemmOperands, ARCHITECTURES, ACTIVATIONS).register(
-    Operator("w4a16_product(Tensor tokens, Tensor weights, Tensor alpha, Tensor(a!) out)", _check_gemm, _gemm)
+    Operator(
+        "w4a16_product(Tensor tokens, Tensor weights, Tensor alpha, Tensor(a!) out, Tensor(b!)[] copies)",
+        _check_gemm,
+        _gemm,
+    )
 )
 Room(ExpertOperands, ARCHITECTURES, ACTIVATIONS).register(
     Operator(

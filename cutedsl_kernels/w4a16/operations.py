@@ -16,8 +16,12 @@ value does not; ArchitectureError on other devices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from nvfp4_sgl.errors import OperandValueError
 
 from .. import launcher, plan
 from ..plan import w4a16_gathers
@@ -40,7 +44,12 @@ def w4a16_expert_token_tile_for(pairs: int, experts: int) -> int:
 
 
 def product(
-    tokens: Tensor, weights: TiledWeights, *, out: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+    tokens: Tensor,
+    weights: TiledWeights,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    copies: Sequence[Tensor] = (),
 ) -> Tensor:
     """Compute the dense GEMM ``tokens @ weights.T``.
 
@@ -49,13 +58,21 @@ def product(
         weights: ``TiledWeights.dense`` [F, K].
         out: bf16 or fp32 [T, F], the last dimension contiguous; allocated unless given.
         dtype: dtype of the result if ``out`` is not given.
+        copies: none, or 1, 3 or 7 tensors that get the same values as ``out``, which is then given, bf16 and of their
+            shape and strides. They may lie in memory of other GPUs that is mapped to this one. Stores arrive in any
+            order, and no signal says when they have.
 
     Returns:
         ``out``.
+
+    A bf16 result is never 0xFFFF, so that a reader may take that value for one that has not arrived: any NaN is stored
+    as 0x7FFF.
     """
     if out is None:
+        if copies:
+            raise OperandValueError(f"product: out: expected a tensor for {len(copies)} copies to be like, found None")
         out = tokens.new_empty((tokens.shape[0], weights.features), dtype=dtype)
-    torch.ops.nvfp4_sgl.w4a16_product(tokens, weights.tiles, weights.scale, out)
+    torch.ops.nvfp4_sgl.w4a16_product(tokens, weights.tiles, weights.scale, out, list(copies))
     return out
 
 
@@ -75,7 +92,7 @@ def grouped_product(
     """
     if out is None:
         out = tokens.new_empty((*tokens.shape[:2], weights.features), dtype=dtype)
-    torch.ops.nvfp4_sgl.w4a16_product(tokens, weights.tiles, weights.scale, out)
+    torch.ops.nvfp4_sgl.w4a16_product(tokens, weights.tiles, weights.scale, out, [])
     return out
 
 

@@ -57,11 +57,14 @@ class Gemm:
     tile: int = 0
     gathers: bool = False
     counts_ahead: bool = False
+    copies: int = 0
 
     @classmethod
-    def of_product(cls, features: int, k: int, rows: int, groups: int, output: Output, *_: object) -> Gemm:
+    def of_product(
+        cls, features: int, k: int, rows: int, groups: int, output: Output, *_: object, copies: int = 0
+    ) -> Gemm:
         """From the arguments of ``plan.plan_w4a16``."""
-        return cls("product", features, k, rows, groups, output)
+        return cls("product", features, k, rows, groups, output, copies=copies)
 
     @classmethod
     def of_experts(
@@ -81,7 +84,9 @@ class Gemm:
             ]
         else:
             found = gemm_shapes(self.k, self.rows, self.output)
-            shapes = [shape for shape in found if shape.token_tile * NARROWEST >= self.rows]
+            shapes = [
+                replace(shape, copies=self.copies) for shape in found if shape.token_tile * NARROWEST >= self.rows
+            ]
         return [shape for shape in shapes if shape.stages >= MIN_STAGES]
 
     def __str__(self) -> str:
@@ -111,9 +116,9 @@ class Plans:
                 stack.enter_context(mock.patch.object(plan, name, partial(self._plan, getattr(plan, name), of)))
             yield
 
-    def _plan(self, planned: Any, of: Any, *arguments: Any, pin: Pin | None = None) -> KernelShape:
-        gemm = of(*arguments)
-        self.planned[gemm] = planned(*arguments, pin=pin)
+    def _plan(self, planned: Any, of: Any, *arguments: Any, pin: Pin | None = None, **named: Any) -> KernelShape:
+        gemm = of(*arguments, **named)
+        self.planned[gemm] = planned(*arguments, pin=pin, **named)
         self.calls[gemm] += 1
         return self.instead.get(gemm, self.planned[gemm])
 

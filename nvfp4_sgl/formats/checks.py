@@ -44,8 +44,8 @@ def once(check: Callable[Given, Result]) -> Callable[Given, Result]:
     Args:
         check: holds no tensor in its result, and goes by shapes, strides, dtypes and devices of tensors, by their
             addresses modulo :data:`ALIGNMENT`, and by the values of other arguments, which can be hashed. Tensors may
-            lie in tuples and dataclasses. What else it goes by, such as the device's multiprocessors, is an argument,
-            too, or :func:`forget` is called where it changes.
+            lie in tuples, lists and dataclasses. What else it goes by, such as the device's multiprocessors, is an
+            argument, too, or :func:`forget` is called where it changes.
     """
     results: dict[tuple[object, ...], Result] = {}
     _kept.append(results)
@@ -60,7 +60,7 @@ def once(check: Callable[Given, Result]) -> Callable[Given, Result]:
                 looks += (kind, value)
             elif isinstance(value, Tensor):
                 looks += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % ALIGNMENT)
-            elif isinstance(value, tuple):
+            elif isinstance(value, (tuple, list)):
                 looks += (kind, len(value))
                 values += value
             elif hasattr(kind, "__dataclass_fields__"):

@@ -96,6 +96,23 @@ def test_the_planned_kernel_in_a_graph(rows: int) -> None:
     assert_close(out[:, 0], x[:, 0], plain.dequantize()[0])
 
 
+@pytest.mark.parametrize("copies", [1, 3, 7])
+@pytest.mark.parametrize("rows", [1, 16, 60, 300])
+def test_copies_have_the_bits_of_out(rows: int, copies: int) -> None:
+    """Rows of wider matrices; a row of NaNs is not taken for one that has not arrived, which holds 0xFFFF."""
+    plain = weights(1, 1160, 2112)
+    x = tokens(rows + 1, 2112)
+    x[rows] = torch.tensor(-1, dtype=torch.int16, device="cuda").view(torch.bfloat16)
+    expected = operations.product(x, tiled(plain))
+    memory = torch.full((1 + copies, rows + 4, 1160 + 24), -1, dtype=torch.int16, device="cuda")
+    out, *others = memory.view(torch.bfloat16)[:, : rows + 1, :1160].unbind()
+    operations.product(x, tiled(plain), out=out, copies=others)
+    assert_close(out[:rows], x[:rows], plain.dequantize()[0])
+    written = memory[:, : rows + 1, :1160]
+    assert (written == expected.view(torch.int16)).all() and (written[:, rows] == 0x7FFF).all()
+    assert (memory[:, rows + 1 :] == -1).all() and (memory[:, :, 1160:] == -1).all()
+
+
 EXPERT_SHAPES = [
     (shape.token_tile, shape.split_k, shape.ctas_per_sm)
     for tile in TOKEN_TILES

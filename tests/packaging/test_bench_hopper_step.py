@@ -45,6 +45,16 @@ def test_plans_are_seen_and_replaced() -> None:
     assert plans.calls == {DENSE: 2, DOWN: 2}
 
 
+def test_gemms_with_copies_are_tried_with_them() -> None:
+    plans = Plans()
+    with plans.active():
+        shape = plan.plan_w4a16(4096, 1024, 1, 1, "bf16", H200_CLUSTERS, copies=3)
+    assert shape.copies == 3 and plans.planned == {replace(DENSE, copies=3): shape}
+    assert {shape.copies for shape in replace(DENSE, copies=3).shapes} == {3} and shape in replace(
+        DENSE, copies=3
+    ).shapes
+
+
 def test_each_launch_is_planned() -> None:
     """Operations remember their launches; another shape would not be tried, and one launch of a shape counted."""
     weights, tokens = matrix(16, 128, seed=1), random_tokens(1, 128, seed=2)

@@ -28,7 +28,7 @@ SCHEMAS = {
     " Tensor weight_scales, Tensor alpha, Tensor(a!) out) -> ()",
     "w4a16_experts": "(Tensor tokens, int token_tile, Tensor offsets, Tensor counts, Tensor weights, Tensor alpha,"
     " float? limit, Tensor? sources, bool counts_ahead, Tensor(a!) out) -> ()",
-    "w4a16_product": "(Tensor tokens, Tensor weights, Tensor alpha, Tensor(a!) out) -> ()",
+    "w4a16_product": "(Tensor tokens, Tensor weights, Tensor alpha, Tensor(a!) out, Tensor(b!)[] copies) -> ()",
     "w8a16_product": "(Tensor tokens, Tensor weights, Tensor ones, Tensor(a!) out) -> ()",
 }
 

@@ -31,6 +31,11 @@ def tiles(matrices: int, features: int = F, k: int = K) -> torch.Tensor:
     return torch.zeros(matrices, -(-features // 128), -(-k // 128), 9216, dtype=torch.uint8)
 
 
+def copies(count: int, *last: torch.Tensor) -> list[torch.Tensor]:
+    """Right copies of a product's result, then ``last``."""
+    return [*(torch.zeros(T, F, dtype=BF16) for _ in range(count)), *last]
+
+
 def product(**changed: Any) -> None:
     """A right call but for what is ``changed``."""
     right = {
@@ -38,6 +43,7 @@ def product(**changed: Any) -> None:
         "weights": tiles(1),
         "alpha": torch.ones(1, F),
         "out": torch.zeros(T, F, dtype=BF16),
+        "copies": [],
     }
     torch.ops.nvfp4_sgl.w4a16_product(*(right | changed).values())
 
@@ -63,12 +69,13 @@ SOURCES = torch.zeros(T, dtype=torch.int32)
 
 def test_right_calls_are_launched(runner: DryLauncher) -> None:
     product()
+    product(copies=copies(3))
     product(tokens=torch.zeros(T, G, K, dtype=BF16), weights=tiles(G), alpha=torch.ones(G, F), out=torch.zeros(T, G, F))
     experts()
     experts(weights=tiles(E), alpha=torch.ones(E), limit=None)
     experts(weights=tiles(E), alpha=torch.ones(E), limit=None, counts_ahead=True)
     experts(tokens=torch.zeros(5, K, dtype=BF16), sources=SOURCES)
-    assert len(runner.keys) == 6 and runner.keys[4].shape.counts_ahead
+    assert len(runner.keys) == 7 and runner.keys[5].shape.counts_ahead and runner.keys[1].shape.copies == 3
 
 
 @pytest.mark.parametrize(
@@ -92,6 +99,32 @@ def test_right_calls_are_launched(runner: DryLauncher) -> None:
         ),
         ({"tokens": torch.zeros(T * K + 1, dtype=BF16)[1:].view(T, K)}, "tokens: expected an address"),
         ({"alpha": torch.ones(1, F, device="meta")}, "alpha: expected device cpu"),
+        ({"copies": copies(2)}, r"copies: expected one of \(0, 1, 3, 7\), found 2"),
+        (
+            {"copies": copies(1), "out": torch.zeros(T, F)},
+            r"copies: expected none unless out is bf16 \[rows, features\]",
+        ),
+        (
+            {
+                "tokens": torch.zeros(T, G, K, dtype=BF16),
+                "weights": tiles(G),
+                "alpha": torch.ones(G, F),
+                "out": torch.zeros(T, G, F, dtype=BF16),
+                "copies": [torch.zeros(T, G, F, dtype=BF16)],
+            },
+            "copies: expected none unless out is .*, found 1 of torch.bfloat16 with 3 dimensions",
+        ),
+        ({"copies": copies(2, torch.zeros(T, F))}, r"copies\[2\]: expected dtype torch.bfloat16, found torch.float32"),
+        (
+            {"copies": copies(0, torch.zeros(T - 1, F, dtype=BF16))},
+            r"copies\[0\]: expected shape \(24, 64\) = that of out",
+        ),
+        (
+            {"copies": copies(0, torch.zeros(T, F + 8, dtype=BF16)[:, :F])},
+            r"copies\[0\]: expected strides those of out, \(64, 1\), found \(72, 1\)",
+        ),
+        ({"copies": copies(2, torch.zeros(T * F + 1, dtype=BF16)[1:].view(T, F))}, r"copies\[2\]: expected an address"),
+        ({"copies": copies(0, torch.zeros(T, F, dtype=BF16, device="meta"))}, r"copies\[0\]: expected device cpu"),
     ],
 )
 def test_wrong_products(changed: dict[str, Any], message: str, runner: DryLauncher) -> None:
@@ -146,6 +179,7 @@ def test_another_gpu() -> None:
 def test_operators_trace_on_fake_tensors() -> None:
     with torch._subclasses.FakeTensorMode():
         product()
+        product(copies=copies(1))
         with pytest.raises(OperandValueError, match="out: expected shape"):
             product(out=torch.zeros(T + 1, F, dtype=BF16))
 

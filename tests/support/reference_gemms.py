@@ -153,6 +153,8 @@ def _multiply_bf16(key: KernelKey, call: HopperCall) -> None:
         else:
             product = product * alpha
         target.copy_(product)
+    for copy in call.copies:
+        copy.copy_(call.out)
 
 
 @contextmanager
