@@ -41,9 +41,9 @@ every kind of sampling, with more requests than a pool holds, and with drafts.
 Each takes half of the GPU's memory."""
 PAIR_TESTS = (
     *("tests/gpu/test_ranks.py", "tests/gpu/test_pair_crowd.py", "tests/gpu/test_drafted_ranks.py"),
-    "tests/gpu/test_pro_ranks.py",
+    *("tests/gpu/test_pro_ranks.py", "tests/gpu/test_inbox.py"),
 )
-"""Servers of two ranks on two GPUs, and of four where there are four."""
+"""Servers of two ranks on two GPUs, and of four where there are four; sums of ranks in mHC sites."""
 SANITIZERS = ("memcheck", "racecheck")
 STEPS = ("kernels", "decoder", "server", "pair", *SANITIZERS)
 NO_TESTS = 5

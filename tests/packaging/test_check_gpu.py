@@ -254,7 +254,7 @@ def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert steps_of(monkeypatch, (9, 0), "pair") == 2
     assert "needs two GPUs, this machine shows 1" in capsys.readouterr().err
     pair = [*(f"pair-test_ranks-{number}of2" for number in (1, 2)), "pair-test_pair_crowd", "pair-test_drafted_ranks"]
-    pair += ["pair-test_pro_ranks", "pair-ready-empty", "pair-ready-filled", "pair-load"]
+    pair += ["pair-test_pro_ranks", "pair-test_inbox", "pair-ready-empty", "pair-ready-filled", "pair-load"]
     assert list(steps_of(monkeypatch, (9, 0), "pair", gpus=2)) == pair
     assert set(pair) < set(steps_of(monkeypatch, (9, 0), gpus=2))
     ready = "launch/benchmarks/ready.py"

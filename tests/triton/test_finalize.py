@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from nvfp4_sgl.errors import OperandError
+from nvfp4_sgl.triton_kernels.common.inbox import EMPTY
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
+from tests.triton.support.interpreter import mapped
 from tests.triton.support.resources import resources
 
 
@@ -50,7 +52,35 @@ def test_the_order_of_the_sum(device: str) -> None:
         assert bool((finalize(three, pairs, None, out.fill_(torch.nan)) == kept).all()), order
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 7])
+@pytest.mark.parametrize("d", [72, 1100])
+def test_copies(count: int, d: int, device: str) -> None:
+    """The values of ``out``, in rows of larger tensors, of which nothing else is written."""
+    torch.manual_seed(count)
+    rows, destination = torch.randn(9, d).to(device), torch.tensor([[0, 7], [-1, 3], [8, 1], [2, 5]])
+    rows[7, ::3], rows[3, 1::5] = torch.inf, torch.nan
+    destination, weights = destination.int().to(device), torch.rand(4, 2).to(device)
+    alone = finalize(rows, destination, weights, torch.empty(4, d, dtype=torch.bfloat16, device=device))
+    around = torch.full((count + 1, 8, d), 77, dtype=torch.bfloat16, device=device)
+    out, *copies = around[:, :4]
+    mapped(copies)
+    assert finalize(rows, destination, weights, out, copies=copies) is out
+    for copy in (out, *copies):
+        assert torch.equal(copy.view(torch.int16), alone.view(torch.int16))
+    assert bool((around[:, 4:] == 77).all())
+
+
+def test_no_nan_is_the_mark_of_an_empty_inbox(device: str) -> None:
+    bits = torch.tensor([-1, 0x7FFFFFFF, -0x400001, 0x7F800001, 0x7FFF0000, -0x10000], dtype=torch.int32)
+    rows = bits.view(torch.float32).expand(4, 6).contiguous().to(device)
+    destination, out = torch.zeros(4, 1, dtype=torch.int32, device=device), torch.zeros(4, 6, dtype=torch.bfloat16)
+    for shared in (None, rows):
+        found = finalize(rows, destination, None, out.to(device), shared=shared)
+        assert found.isnan().all() and bool((found.view(torch.int16) != EMPTY.value).all())
+
+
 ROWS, DESTINATION, OUT = torch.ones(4, 8), torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 8)
+HALF = torch.ones(3, 8, dtype=torch.bfloat16)[:2]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +91,13 @@ ROWS, DESTINATION, OUT = torch.ones(4, 8), torch.zeros(2, 2, dtype=torch.int32),
         lambda: finalize(ROWS, DESTINATION, torch.ones(2, 3), OUT),
         lambda: finalize(ROWS, DESTINATION, None, OUT, shared=torch.ones(1, 8)),
         lambda: finalize(ROWS[:, :0], DESTINATION, None, OUT[:, :0]),
+        lambda: finalize(ROWS, DESTINATION, None, HALF, copies=[HALF] * 2),
+        lambda: finalize(ROWS, DESTINATION, None, OUT, copies=[HALF]),
+        lambda: finalize(ROWS, DESTINATION, None, HALF, copies=[OUT]),
+        lambda: finalize(ROWS, DESTINATION, None, HALF, copies=[HALF[:1]]),
+        lambda: finalize(ROWS, DESTINATION, None, HALF, copies=[HALF.T.contiguous().T]),
+        lambda: finalize(ROWS, DESTINATION, None, HALF, copies=[torch.cat([HALF, HALF]).view(-1)[1:17].view(2, 8)]),
+        lambda: finalize(ROWS, DESTINATION, None, HALF, copies=[HALF.to("meta")]),
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused(call) -> None:

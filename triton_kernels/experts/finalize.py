@@ -10,6 +10,8 @@ Floor: k·d values of ``rows`` (and d of ``shared``) read and d written a token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -18,14 +20,17 @@ from torch import Tensor
 from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import (
     once,
+    require_aligned,
     require_contiguous,
     require_dimensions,
     require_dtype,
+    require_one_of,
     require_rows,
     require_same_device,
     require_shape,
 )
 
+from ..common.inbox import RANK_COUNTS, addresses, pointer
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for
@@ -33,7 +38,7 @@ from ..common.rounding import round_for
 
 @triton.jit
 def _finalize(
-    rows, destination, weights, shared, out, d, row_stride, shared_stride,
+    rows, destination, weights, shared, out, copies, d, row_stride, shared_stride,
     TOPK: tl.constexpr, WEIGHTED: tl.constexpr, SHARED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     after_previous()
@@ -49,6 +54,9 @@ def _finalize(
         total += value
     if SHARED:
         total += tl.load(shared + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
+    # Those on other GPUs have the longest way.
+    for number in tl.static_range(len(copies)):
+        tl.store(pointer(copies[number], out) + token * d + column, round_for(total, out), mask=inside)
     tl.store(out + token * d + column, round_for(total, out), mask=inside)
 
 
@@ -59,6 +67,7 @@ def finalize(
     out: Tensor,
     *,
     shared: Tensor | None = None,
+    copies: Sequence[Tensor] = (),
 ) -> Tensor:
     """Sum each token's rows: ``sum_k weights_k rows[destination_k] (+ shared)``.
 
@@ -69,11 +78,15 @@ def finalize(
         out: bf16 or fp32 [T, d], contiguous; written.
         shared: bf16 or fp32 [T, d], the last dimension contiguous: the shared expert's output, if it is not among the
             rows.
+        copies: none, or 1, 3 or 7 more tensors like ``out``, in bf16, which get the same values, such as this rank's
+            part in the other ranks' inboxes (:mod:`..common.inbox`). They begin at multiples of 16 bytes and may lie in
+            another GPU's memory.
 
     Returns:
         ``out``.
 
-    Rounding: sums are fp32, in the order of k, the shared expert last; one rounding to the output dtype.
+    Rounding: sums are fp32, in the order of k, the shared expert last; one rounding to the output dtype. In
+    bf16 every NaN is a positive one, never ``inbox.EMPTY``.
 
     Raises:
         OperandTypeError: a dtype is not one of those above.
@@ -81,12 +94,14 @@ def finalize(
 
     Source: specification §6.2.
     """
-    _check(rows, destination, weights, out, shared)
+    copies = tuple(copies)
+    _check(rows, destination, weights, out, shared, copies)
     d, (tokens, topk) = rows.shape[1], destination.shape
     if tokens:
         block = min(next_power_of_2(d), 1024)
         _finalize[(tokens, cdiv(d, block))](
-            rows, destination, weights, shared, out, d, rows.stride(0), 0 if shared is None else shared.stride(0),
+            rows, destination, weights, shared, out, addresses(copies), d, rows.stride(0),
+            0 if shared is None else shared.stride(0),
             TOPK=topk, WEIGHTED=weights is not None, SHARED=shared is not None, BLOCK_D=block, num_warps=4,
             **OVERLAPPED,
         )  # fmt: skip
@@ -94,7 +109,14 @@ def finalize(
 
 
 @once
-def _check(rows: Tensor, destination: Tensor, weights: Tensor | None, out: Tensor, shared: Tensor | None) -> None:
+def _check(
+    rows: Tensor,
+    destination: Tensor,
+    weights: Tensor | None,
+    out: Tensor,
+    shared: Tensor | None,
+    copies: tuple[Tensor, ...],
+) -> None:
     """Refuse what :func:`finalize` cannot read or write; metadata only."""
     op = "finalize"
     require_dimensions(f"{op}: rows", rows, 2, "[padded rows, d]")
@@ -110,6 +132,15 @@ def _check(rows: Tensor, destination: Tensor, weights: Tensor | None, out: Tenso
             require_dtype(f"{op}: {name}", tensor, torch.bfloat16, torch.float32)
             require_rows(f"{op}: {name}", tensor)
             require_same_device("destination", destination, **{f"{op}: {name}": tensor})
+    require_one_of(f"{op}: number of copies", len(copies), (0, *(ranks - 1 for ranks in RANK_COUNTS)))
+    for number, copy in enumerate(copies):
+        name = f"{op}: copy {number}"
+        require_dtype(f"{op}: out", out, torch.bfloat16)
+        require_dtype(name, copy, torch.bfloat16)
+        require_shape(name, copy, (tokens, d), "[tokens, d]")
+        require_contiguous(name, copy)
+        require_aligned(name, copy)
+        require_same_device("destination", destination, **{name: copy})
     if weights is not None:
         require_shape(f"{op}: weights", weights, (tokens, topk), "[tokens, topk]")
         require_dtype(f"{op}: weights", weights, torch.float32)

@@ -40,6 +40,7 @@ from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.limits import MAX_HC_EPS, MAX_HIDDEN_SIZE, MIN_HC_EPS, STREAMS
 
 from ..common import chip
+from ..common.inbox import Inbox
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for, widen
@@ -187,7 +188,9 @@ class _Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-def _launch_site(op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[Tensor, Tensor] | None) -> None:
+def _launch_site(
+    op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[Tensor | Inbox, Tensor] | None
+) -> None:
     """Check and launch *pre* of a site, preceded by *post* of the site before if ``after`` is given.
 
     after: the output of the sublayer before, and where the next streams go.
@@ -196,8 +199,9 @@ def _launch_site(op: str, site: Site, streams: Tensor, state: SiteState, after: 
     if launch is None:
         return
     output, next_streams = after or (None, streams)
+    given = output.arguments() if isinstance(output, Inbox) else output
     site_kernel[launch.grid](
-        streams, output, state.post, state.comb, site.fn, site.base, site.scale, site.norm, next_streams, state.x,
+        streams, given, state.post, state.comb, site.fn, site.base, site.scale, site.norm, next_streams, state.x,
         () if state.quantized is None else rows_arguments(state.quantized), state.workspace,
         state.workspace[launch.parts :], state.semaphores, *launch.sizes, site.hc_eps, site.norm_eps,
         **launch.constants,
@@ -226,13 +230,15 @@ def hyper_connection_pre(site: Site, streams: Tensor, state: SiteState) -> None:
 
 
 def hyper_connection_next(
-    site: Site, output: Tensor, streams: Tensor, state: SiteState, *, out: Tensor | None = None
+    site: Site, output: Tensor | Inbox, streams: Tensor, state: SiteState, *, out: Tensor | None = None
 ) -> Tensor:
     """Do :func:`hyper_connection_post` of a sublayer and :func:`hyper_connection_pre` of the next one in one launch.
 
     Args:
         site: the next sublayer's, or the final collapse.
-        output: bf16 or fp32 [T, d], contiguous: the sublayer's output, summed over all ranks.
+        output: bf16 or fp32 [T, d], contiguous: the sublayer's output, summed over all ranks; or where the ranks' parts
+            of it come, in bf16, from the kernels before. The kernel waits for them, adds them, and empties the inbox;
+            :mod:`..common.inbox` says which inbox may be used when.
         streams: bf16 [T, 4, d], contiguous, as they were before the sublayer.
         state: ``post`` and ``comb`` of the sublayer are read, then everything is overwritten with the next one's.
         out: bf16 [T, 4, d], contiguous: the streams after the sublayer; ``streams`` itself unless given.
@@ -240,7 +246,8 @@ def hyper_connection_next(
     Returns:
         ``out``, bit-equal to that of :func:`hyper_connection_post`.
 
-    Rounding: as in :func:`hyper_connection_post` and :func:`hyper_connection_pre`.
+    Rounding: as in :func:`hyper_connection_post` and :func:`hyper_connection_pre`. A sum of parts is fp32, in the order
+    of ranks, rounded once to bf16.
 
     Raises:
         OperandTypeError, OperandValueError: as :func:`hyper_connection_pre`, and where ``output`` or ``out`` does not
@@ -293,7 +300,12 @@ def hyper_connection_post(
 
 @once
 def _bind(
-    op: str, site: Site, streams: Tensor, state: SiteState, after: tuple[Tensor, Tensor] | None, processors: int
+    op: str,
+    site: Site,
+    streams: Tensor,
+    state: SiteState,
+    after: tuple[Tensor | Inbox, Tensor] | None,
+    processors: int,
 ) -> _Launch | None:
     """Refuse what the site's kernel cannot read or write; None if there is nothing to do."""
     _check_streams(op, streams)
@@ -309,8 +321,10 @@ def _bind(
     tiling = choose_tiling(planned)
     splits, d_per_split = tiling.splits(planned, d)
     constants = {
-        "POST": after is not None, "ROWS": site.fn.shape[1], "ITERATIONS": site.iterations,
-        "NORM": site.norm is not None, "TICKETS": tiling.tickets(tokens, head, processors),
+        "POST": after is not None,
+        "RANKS": after[0].parts.shape[0] if after is not None and isinstance(after[0], Inbox) else 0,
+        "ROWS": site.fn.shape[1], "ITERATIONS": site.iterations, "NORM": site.norm is not None,
+        "TICKETS": tiling.tickets(tokens, head, processors),
         "EVEN": d % tiling.columns == 0, "BLOCK_T": tiling.tokens, "BLOCK_D": tiling.columns, "STAGES": tiling.stages,
         "COLLAPSED": tiling.collapsed, "BALANCED": tiling.balanced, "BLOCK_SPLITS": next_power_of_2(splits),
         "BLOCKS": max(next_power_of_2(d) // BLOCK, 1), "num_warps": tiling.warps, "maxnreg": tiling.registers,
@@ -336,15 +350,19 @@ def _check_streams(op: str, streams: Tensor) -> None:
     require_contiguous(f"{op}: streams", streams)
 
 
-def _check_output(op: str, output: Tensor, streams: Tensor, out: Tensor) -> None:
+def _check_output(op: str, output: Tensor | Inbox, streams: Tensor, out: Tensor) -> None:
     tokens, _, d = streams.shape
-    require_shape(f"{op}: output", output, (tokens, d), "[tokens, d]")
-    require_dtype(f"{op}: output", output, torch.bfloat16, torch.float32)
-    require_contiguous(f"{op}: output", output)
+    if isinstance(output, Inbox):
+        output.check(f"{op}: output", tokens, d, streams)
+    else:
+        require_shape(f"{op}: output", output, (tokens, d), "[tokens, d]")
+        require_dtype(f"{op}: output", output, torch.bfloat16, torch.float32)
+        require_contiguous(f"{op}: output", output)
+        require_same_device("streams", streams, **{f"{op}: output": output})
     require_shape(f"{op}: out", out, streams.shape, "[tokens, 4, d]")
     require_dtype(f"{op}: out", out, torch.bfloat16)
     require_contiguous(f"{op}: out", out)
-    require_same_device("streams", streams, **{f"{op}: output": output, f"{op}: out": out})
+    require_same_device("streams", streams, **{f"{op}: out": out})
 
 
 def _check_coefficients(op: str, post: Tensor, comb: Tensor, streams: Tensor) -> None:

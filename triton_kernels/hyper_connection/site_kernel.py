@@ -3,7 +3,8 @@
 A program has one of three tasks, for one block of tokens (specification §2):
 
 * A *mixer* takes one split of d. It writes the next streams, multiplies them with ``fn`` while they are in registers,
-  stores its partial sums of the GEMM and of the squares in ``parts``, and raises the block's semaphore.
+  stores its partial sums of the GEMM and of the squares in ``parts``, and raises the block's semaphore. If ranks send
+  parts of the sublayer's output (:mod:`..common.inbox`), it waits for those of its columns and adds them.
 * A *collapser* waits until all mixers of the block have raised the semaphore. It adds the partial sums in a fixed order
   and collapses, normalises and, if wanted, quantises one row or several. It reads the streams from L2.
 * A *balancer* waits in the same way and computes *post* and *comb* for the next site. It is a task of its own because
@@ -19,11 +20,11 @@ late enough that they hardly ever wait, early enough that L2 still holds the blo
 Supports four bf16 streams of any d that a program's registers hold as a row. The kernel does not split rows among
 collapsers.
 
-Waiting cannot block the device. Only followers wait, only for mixers, and mixers wait for nobody. With TICKETS a
-program gets its task by a ticket that it takes when it begins, and a block's mixers have lower tickets than its
-followers: a program that waits does so for programs that have begun. A ticket costs a round trip to L2. So if there are
-few followers tasks follow from the program's number: fewer programs wait than the chip has multiprocessors, and mixers
-find a place.
+Waiting cannot block the device. Followers wait for mixers. Mixers wait for no program of this launch, and at most for
+earlier kernels, this rank's and others' (:mod:`..common.inbox`). With TICKETS a program gets its task by a ticket that
+it takes when it begins, and a block's mixers have lower tickets than its followers: a follower waits for programs that
+have begun. A ticket costs a round trip to L2. So if there are few followers tasks follow from the program's number:
+fewer programs wait than the chip has multiprocessors, and mixers find a place.
 
 Semaphores are int32: first the ticket counter, then one semaphore a block. A block's semaphore counts the mixers that
 have stored their part, and from there on the followers that wait no longer. The program that takes the last ticket, and
@@ -37,6 +38,7 @@ import triton.language as tl
 from triton.language import target_info
 
 from ..common.dot import dot_bf16
+from ..common.inbox import clear, receive
 from ..common.overlap import after_previous, prefetch_constants
 from ..common.rounding import INTERPRETED, round_for, round_to_bf16, widen
 from ..common.semaphores import count_out, wait_for
@@ -121,8 +123,8 @@ def _task(semaphores, blocks, splits, followers, lag, TICKETS: tl.constexpr):
 @triton.jit
 def _mix(
     streams, output, post, comb, fn, next_streams, parts, block, split, tokens, d, d_per_split,
-    POST: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
+    POST: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A mixer's task: one split of d of a block's tokens."""
     first = block.to(tl.int64) * BLOCK_T
@@ -135,7 +137,8 @@ def _mix(
     total = tl.zeros((BLOCK_T, COLUMNS), tl.float32)
     squares = tl.zeros((BLOCK_T,), tl.float32)
     if POST:
-        output += first * d
+        if RANKS == 0:
+            output += first * d
         post += first * 4
         comb += first * 16
         p0 = tl.load(post + token * 4, mask=here, other=0.0)[:, None]
@@ -166,11 +169,15 @@ def _mix(
             column = start + tl.arange(0, BLOCK_D)
             mask = here[:, None] & ((column < d) | EVEN)[None, :]
             at = token[:, None] * (4 * d) + column[None, :]
+            if RANKS > 0:
+                # While the loads of this step, which are asynchronous, are on their way.
+                h = receive(output, (first + token)[:, None] * d + column[None, :], mask, RANKS)
             x0 = widen(tl.load(streams + at, mask=mask, other=0.0))
             x1 = widen(tl.load(streams + at + d, mask=mask, other=0.0))
             x2 = widen(tl.load(streams + at + 2 * d, mask=mask, other=0.0))
             x3 = widen(tl.load(streams + at + 3 * d, mask=mask, other=0.0))
-            h = as_fp32(tl.load(output + token[:, None] * d + column[None, :], mask=mask, other=0.0))
+            if RANKS == 0:
+                h = as_fp32(tl.load(output + token[:, None] * d + column[None, :], mask=mask, other=0.0))
             y0 = round_for(mixed(h, x0, x1, x2, x3, p0, c00, c10, c20, c30), next_streams)
             y1 = round_for(mixed(h, x0, x1, x2, x3, p1, c01, c11, c21, c31), next_streams)
             y2 = round_for(mixed(h, x0, x1, x2, x3, p2, c02, c12, c22, c32), next_streams)
@@ -200,6 +207,19 @@ def _mix(
     total = tl.where((row == ROWS)[None, :], squares[:, None], total)
     parts += (split.to(tl.int64) * tokens + first) * COLUMNS
     tl.store(parts + token[:, None] * COLUMNS + row[None, :], total, mask=here[:, None])
+
+
+@triton.jit
+def _clear(
+    inbox, block, split, tokens, d, d_per_split,
+    RANKS: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Empty what a mixer has received."""
+    token = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    for start in range(split * d_per_split, min((split + 1) * d_per_split, d), BLOCK_D):
+        column = start + tl.arange(0, BLOCK_D)
+        mask = (token < tokens)[:, None] & ((column < d) | EVEN)[None, :]
+        clear(inbox, token[:, None] * d + column[None, :], mask, RANKS)
 
 
 @triton.jit
@@ -425,14 +445,15 @@ def _balance(
 def site_kernel(
     streams, output, post, comb, fn, base, scale, weight, next_streams, out, rows, parts, exchange, semaphores, tokens,
     d, d_per_split, splits, lag, hc_eps, norm_eps,
-    POST: tl.constexpr, ROWS: tl.constexpr, ITERATIONS: tl.constexpr, NORM: tl.constexpr, TICKETS: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, COLLAPSED: tl.constexpr,
-    BALANCED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
+    POST: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, ITERATIONS: tl.constexpr, NORM: tl.constexpr,
+    TICKETS: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    COLLAPSED: tl.constexpr, BALANCED: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One mHC site. Grid: for each block of BLOCK_T tokens, ``splits`` mixers and ``Tiling.followers`` followers.
 
     rows: ``quantize.rows.RowsArguments``, or an empty tuple. POST: whether ``output`` is mixed into the streams first;
-    else ``next_streams`` is ``streams``, and nothing is stored there. ROWS: rows of ``fn``; 4 for the final collapse.
+    else ``next_streams`` is ``streams``, and nothing is stored there. RANKS: if not 0, ``output`` is
+    ``Inbox.arguments()``, where the parts of so many ranks come. ROWS: rows of ``fn``; 4 for the final collapse.
     EVEN: whether BLOCK_D divides d. COLLAPSED, BALANCED: tokens of one collapser, of one balancer. BLOCK_SPLITS: a
     power of two, at least ``splits``. BLOCKS: a power of two, blocks of 16 columns that hold d.
     """
@@ -455,12 +476,15 @@ def site_kernel(
     semaphore = semaphores + 1 + block
     if task < splits:
         _mix(
-            streams, output, post, comb, fn, next_streams, parts, block, task, tokens, d, d_per_split, POST, ROWS,
-            EVEN, BLOCK_T, BLOCK_D, STAGES,
+            streams, output, post, comb, fn, next_streams, parts, block, task, tokens, d, d_per_split, POST, RANKS,
+            ROWS, EVEN, BLOCK_T, BLOCK_D, STAGES,
         )  # fmt: skip
         # All stores of the program must be in memory before it raises the semaphore.
         tl.debug_barrier()
         tl.atomic_add(semaphore, 1, sem="release", scope="gpu")
+        if RANKS > 0:
+            # All of its threads have read. No follower waits for this.
+            _clear(output, block, task, tokens, d, d_per_split, RANKS, EVEN, BLOCK_T, BLOCK_D)
     else:
         # The last block may have fewer tokens, and then fewer of its programs have work.
         first = block.to(tl.int64) * BLOCK_T

@@ -64,6 +64,8 @@ class EmulatedTriton:
     options: Options
     launches: list[TritonLaunch] = field(default_factory=list)
     stream: Stream = field(init=False)
+    mapped: list[Any] = field(default_factory=list)
+    """Tensors that launches may touch by addresses alone."""
     _held: list[Any] = field(default_factory=list)
     """Arguments of launches that may still run: their memory must not be given to others."""
 
@@ -93,6 +95,7 @@ class EmulatedTriton:
             raise UnsupportedError(f"{metadata.name}: clusters, a cooperative grid or scratch memory")
         kernel = parsed(compiled)
         values, ranges = parameters(list(compiled.src.signature.values()), list(arguments))
+        ranges += [_range(tensor, f"mapped {number}") for number, tensor in enumerate(self.mapped)]
         # Scratch for all programs and for profiling, which are last: neither is there.
         values += [bytes(8)] * 2
         if [len(value) for value in values] != [parameter.size for parameter in kernel.parameters]:

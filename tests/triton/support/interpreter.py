@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 from triton.runtime import interpreter
 
 from tests.support.interpreted import EMULATED, INTERPRETED
@@ -26,3 +28,15 @@ def run_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
         forwards(builder, *(size - 1 - i for size, i in zip(builder.grid_dim, (x, y, z), strict=True)))
 
     monkeypatch.setattr(builder, "set_grid_idx", backwards)
+
+
+def mapped(tensors: Iterable[Tensor]) -> None:
+    """Let kernels touch tensors of which they get the addresses alone, as of another GPU's memory.
+
+    The emulator knows no memory but arguments'.
+    """
+    from tests.sm100.support.triton_launch import current_emulator
+
+    emulator = None if INTERPRETED else current_emulator()
+    if emulator is not None:
+        emulator.mapped += tensors

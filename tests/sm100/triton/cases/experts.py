@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nvfp4_sgl.triton_kernels.common.inbox import EMPTY
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.experts.rounded_swiglu import swiglu_to_nvfp4
@@ -14,6 +15,7 @@ from nvfp4_sgl.triton_kernels.plan.resolve import Plan
 from tests.sm100.triton.cases.case import Outputs, case, close, next_codes
 from tests.sm100.triton.cases.rows import BF16, some_rows
 from tests.triton import test_metadata, test_rounded_swiglu
+from tests.triton.support.interpreter import mapped
 from tests.triton.test_routing import poisoned
 
 SCALING = 2.5
@@ -97,6 +99,21 @@ def sum_of_experts() -> Outputs:
     weights, shared = torch.rand(3, 6, generator=generator), some_rows(3, 72).bfloat16()
     out = torch.full((3, 72), torch.nan, dtype=torch.bfloat16)
     return {"out": finalize(rows.bfloat16(), destination, weights, out, shared=shared)}
+
+
+@case("_finalize")
+def sum_of_experts_for_four_ranks() -> Outputs:
+    """With NaNs of any bits."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(6, 72, generator=generator)
+    rows.view(torch.int32)[0, ::3] = -1
+    rows[1, 1::9] = torch.inf
+    destination = torch.randperm(6, generator=generator).view(3, 2).int()
+    out, *copies = (torch.full((3, 72), torch.nan, dtype=torch.bfloat16) for _ in range(4))
+    mapped(copies)
+    finalize(rows, destination, None, out, copies=copies)
+    assert not any((one.view(torch.int16) == EMPTY.value).any() for one in (out, *copies))
+    return {"out": out, **{f"copy {number}": copy for number, copy in enumerate(copies)}}
 
 
 @case("_swiglu", bounds={"out": BF16})

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from nvfp4_sgl.formats import checks
+from nvfp4_sgl.triton_kernels.common.inbox import Inbox, empty_inbox
 from nvfp4_sgl.triton_kernels.hyper_connection import site as kernels
 from nvfp4_sgl.triton_kernels.hyper_connection import tiling as tilings
 from nvfp4_sgl.triton_kernels.hyper_connection.site import SiteState
@@ -56,6 +57,49 @@ def last_collapse() -> Outputs:
     out = torch.full_like(streams, torch.nan)
     kernels.hyper_connection_next(site, torch.randn(2, 72), streams, state, out=out)
     return {**state_of(state), "streams": out}
+
+
+def parts_of_ranks(ranks: int, tokens: int, d: int) -> torch.Tensor:
+    """An inbox that has room for two tokens more, as int16."""
+    inbox = empty_inbox(ranks, tokens + 2, d, "cpu")[0]
+    parts = torch.randn(ranks, tokens, d).bfloat16()
+    parts[:, :, ::5] = -0.0
+    inbox[:, :tokens] = parts.view(torch.int16)
+    return inbox
+
+
+def site_that_adds(ranks: int, tokens: int, d: int, head: bool) -> Outputs:
+    site, streams = make_site(d, "cpu", head=head), make_streams(tokens, d, "cpu")
+    state, inbox = poisoned_state(tokens, d, "cpu"), parts_of_ranks(ranks, tokens, d)
+    state.post.copy_(torch.rand(tokens, 4) * 2)
+    state.comb.copy_(torch.rand(tokens, 4, 4) / 2)
+    out = torch.full_like(streams, torch.nan)
+    kernels.hyper_connection_next(site, Inbox(inbox), streams, state, out=out)
+    return {**state_of(state), "streams": out, "inbox": inbox}
+
+
+@case("site_kernel", bounds=NEAR)
+def site_that_adds_two_parts() -> Outputs:
+    torch.manual_seed(9)
+    return site_that_adds(2, 3, 72, head=False)
+
+
+@case("site_kernel", bounds={"x": BF16, "streams": BF16})
+def last_collapse_that_adds_four_parts() -> Outputs:
+    torch.manual_seed(10)
+    return site_that_adds(4, 2, 40, head=True)
+
+
+@case("site_kernel", bounds=NEAR)
+def site_that_adds_in_several_steps() -> Outputs:
+    """Of a pipelined loop; eight values a thread."""
+    torch.manual_seed(11)
+    tiling = replace(tilings.choose_tiling(64), programs=2, span=64)
+    with mock.patch.object(tilings, "TILINGS", ((None, tiling),)):
+        checks.forget()
+        found = site_that_adds(2, 5, 200, head=False)
+        checks.forget()
+    return found
 
 
 @case("_post", bounds={"streams": BF16})
