@@ -258,7 +258,7 @@ def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert list(steps_of(monkeypatch, (9, 0), "pair", gpus=2)) == pair
     assert set(pair) < set(steps_of(monkeypatch, (9, 0), gpus=2))
     ready = "launch/benchmarks/ready.py"
-    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[5:7]
+    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[6:8]
 
 
 def test_commands_of_programs():
@@ -278,7 +278,7 @@ def test_commands_of_parts():
     assert gemms[:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert gemms[-3:] == ["-m", "sanitized", "tests/gpu/test_w4a16_gemms.py"]
     assert all((ROOT / part.file).exists() for part in resumable_tests.parts())
-    assert [part.gpus for part in resumable_tests.parts(["kernels", "server", "pair"])][-17:] == [*9 * [1], *8 * [2]]
+    assert [part.gpus for part in resumable_tests.parts(["kernels", "server", "pair"])][-18:] == [*9 * [1], *9 * [2]]
 
 
 def test_every_part_of_a_sanitizer_has_tests():
