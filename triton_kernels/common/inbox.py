@@ -99,7 +99,7 @@ def empty_inbox(ranks: int, tokens: int, d: int, device: torch.device | str) -> 
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """How kernels take tensors in other GPUs' memory, see :func:`pointer`; Triton refuses such tensors themselves."""
+    """Addresses of tensors in other GPUs' memory, for :func:`pointer` in a kernel: Triton refuses such tensors."""
     return tuple([SOME_ADDRESS if tensor.is_meta else tensor.data_ptr() for tensor in tensors])
 
 
