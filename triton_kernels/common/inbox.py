@@ -9,8 +9,10 @@ placed, and receivers poll their own memory alone.
 **No flags, no fences.** A value says itself that it is there: where none has come an inbox holds :data:`EMPTY`, the NaN
 0xFFFF. Senders need not look at their values, because the hardware's conversion of fp32 to bf16 makes 0x7FFF of every
 NaN; nothing but values that were converted so may be sent. Each value stands for itself, so the order in which they
-come does not matter. None is torn: two aligned bytes are written at once, by wide stores and TMA's, too. Receivers load
-with ``ld.volatile``, which goes to memory each time.
+come does not matter. None is torn: two aligned bytes are written at once, by wide stores and TMA's, too. A receiver
+first looks at vectors of values, by loads that the compiler may issue early and keep in L1. There they find a part that
+came, or EMPTY: the program that read a part emptied it from the same multiprocessor, so no L1 holds an older part. What
+is missing is polled with ``ld.volatile``, which goes to memory each time.
 
 **When a slot is free.** There are :data:`SLOTS`, which successive sums use by turns. Rank q sends for sum n + 2 to the
 slot of sum n, in rank r's memory, after q's receiver of sum n + 1 has ended. That received r's part of sum n + 1, and
@@ -114,14 +116,14 @@ def _sum_in_ptx(ranks: int, values: int) -> str:
     """PTX that waits for ``values`` values of each rank's part, and adds the parts.
 
     Operands, so many of each: fp32 sums; addresses in the first rank's part; bytes from one rank's part to the next's;
-    int32 -1 for a value that is awaited, 0 for none. All that is missing is loaded at once, and a warp goes on when it
-    has its values: it waits for no other warp.
+    then for each rank what a first look has found, int32 that hold the bits of bf16. All that was missing is loaded
+    again at once, and a warp goes on when it has its values: it waits for no other warp.
     """
-    place, stride, awaited = values, 2 * values, 3 * values
+    place, stride, found = values, 2 * values, 3 * values
     every = [(rank, value) for rank in range(ranks) for value in range(values)]
     text = [".reg .pred empty, any;", ".reg .b16 zero;", ".reg .b64 at;", ".reg .f32 part;", "mov.b16 zero, 0;"]
     for rank, value in every:
-        text += [f".reg .b16 x{rank}_{value};", f"cvt.u16.u32 x{rank}_{value}, ${awaited + value};"]
+        text += [f".reg .b16 x{rank}_{value};", f"cvt.u16.u32 x{rank}_{value}, ${found + rank * values + value};"]
     text += ["LOOK:", "setp.ne.s16 any, zero, 0;"]
     for rank, value in every:
         text += [
@@ -140,8 +142,8 @@ def _sum_in_ptx(ranks: int, values: int) -> str:
 
 
 @triton.constexpr_function
-def _constraints(values: int) -> str:
-    return ",".join(["=&f"] * values + ["l"] * (2 * values) + ["r"] * values)
+def _constraints(ranks: int, values: int) -> str:
+    return ",".join(["=&f"] * values + ["l"] * (2 * values) + ["r"] * (ranks * values))
 
 
 @triton.jit
@@ -171,10 +173,15 @@ def receive(inbox, at, mask, RANKS: tl.constexpr):
         # As many of a thread's values at once as registers hold.
         VALUES: tl.constexpr = min(at.shape[0] * at.shape[1] // THREADS, 32 // RANKS)
         tl.static_assert(VALUES > 0, "each thread has a value of its own")
+        # The first look is at a vector of values at a time, and mostly the last one. The asm looks at single values.
+        operands = [parts + at, stride.to(tl.int64) * 2]
+        for rank in tl.static_range(RANKS):
+            found = tl.load(parts + rank * stride.to(tl.int64) + at, mask=mask, other=0, volatile=True)
+            operands += [found.to(tl.int32)]
         total = tl.inline_asm_elementwise(
             _sum_in_ptx(RANKS, VALUES),
-            _constraints(VALUES),
-            [parts + at, stride.to(tl.int64) * 2, tl.where(mask, -1, 0)],
+            _constraints(RANKS, VALUES),
+            operands,
             dtype=tl.float32,
             # It is not. But what has effects the compiler does twice, once in a layout that nobody uses. Moving this is
             # harmless: no time is too early for it, and what is stored before the program's barrier needs the sum.
