@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING, Rings
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.drafts import DraftKind
@@ -33,11 +34,12 @@ from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
 from nvfp4_sgl.synthetic.dummy import DummyReader
 from nvfp4_sgl.targets.choose import choose, mode_of
 from nvfp4_sgl.targets.fused import compile_ahead
+from nvfp4_sgl.targets.fused.exchange import lone_exchange
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.gpus import Gpu
 from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.triton_kernels import ahead
-from nvfp4_sgl.weights.parallel import lone_rank
+from nvfp4_sgl.weights.parallel import TensorParallel, lone_rank
 
 Needed = tuple[Sequence[KernelKey], Sequence[ahead.Variant]]
 """GEMMs and Triton kernels."""
@@ -174,10 +176,16 @@ def _without_storage(
             META,
             torch.bfloat16,
             choice.mode,
-            lone_rank(setting.ranks),
+            share_of(setting.ranks, config.hidden_size),
             setting.uniform_experts,
         )
         return find(context)
+
+
+def share_of(ranks: int, width: int) -> TensorParallel:
+    """The share of one of ``ranks`` ranks of a server with this environment."""
+    rank = lone_rank(ranks)
+    return replace(rank, exchange=lone_exchange(ranks, width, META)) if pushed_sums.asked() else rank
 
 
 def _needed(model: Decoder | MtpDraft | DsparkDraft, context: Context, setting: Serving) -> Needed:

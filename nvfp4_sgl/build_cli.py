@@ -7,6 +7,7 @@ import logging
 import time
 from pathlib import Path
 
+from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.arguments import (
     add_checkpoint,
     add_json,
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     target = args.target or target_here(None)
     if not descriptor(target).gpu_in:
         raise ConfigError("--target: expected one, since this machine has no GPU: sm_90a (Hopper) or sm_100a (B200)")
+    pushed_sums.check_target(target)
     verified = verify(args.directory) if holds_weights(args.directory) else verify_dummy(args.directory)
     mode = mode_of(target, args.mode or verified.raw.get("activation_mode"))
     context = args.context_length or verified.config.max_position_embeddings

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
-from nvfp4_sgl import __version__, numa, prompt_sizes
+from nvfp4_sgl import __version__, numa, prompt_sizes, pushed_sums
 from nvfp4_sgl.arguments import add_checkpoint, add_json, named_here, print_json
 from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.drafts import DRAFTS
@@ -118,9 +118,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if a server would start here, or as planned, and 1 if something stands in its way.
 
-    A DIR that is no checkpoint raises, and so does a wrong value of ``NVFP4_SGL_PROMPT_GRAPHS``.
+    A DIR that is no checkpoint raises, and so does a wrong value of ``NVFP4_SGL_PROMPT_GRAPHS`` or
+    ``NVFP4_SGL_PUSHED_SUMS``.
     """
     prompt_sizes.asked()
+    pushed_sums.asked()
     plan = plans.from_arguments(args)
     if args.directory is None and plan != ServerFlags(target=plan.target):
         raise ConfigError("--tp and the other flags of a server: expected DIR with them, a checkpoint or config.json")

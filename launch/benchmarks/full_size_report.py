@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.full_size_plan import FAILED
 from benchmarks.full_size_record import described
+from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.prompt_sizes import SWITCH, asked
 
 CONDITIONS = (
@@ -96,7 +97,8 @@ class Report:
 
 def _conditions(arguments: Namespace) -> dict[str, Any]:
     """Conditions that a run shares when it goes on: options, and the switch of prompts that its servers have."""
-    return {name: getattr(arguments, name) for name in CONDITIONS} | {SWITCH: asked()}
+    switches = {SWITCH: asked(), pushed_sums.SWITCH: pushed_sums.asked()}
+    return {name: getattr(arguments, name) for name in CONDITIONS} | switches
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ every kind of sampling, with more requests than a pool holds, and with drafts.
 Each takes half of the GPU's memory."""
 PAIR_TESTS = (
     *("tests/gpu/test_ranks.py", "tests/gpu/test_pair_crowd.py", "tests/gpu/test_drafted_ranks.py"),
-    *("tests/gpu/test_pro_ranks.py", "tests/gpu/test_inbox.py"),
+    *("tests/gpu/test_pro_ranks.py", "tests/gpu/test_inbox.py", "tests/gpu/test_pushed_ranks.py"),
 )
 """Servers of two ranks on two GPUs, and of four where there are four; sums of ranks in mHC sites."""
 SANITIZERS = ("memcheck", "racecheck")
@@ -56,7 +56,7 @@ PIECES = {
     **dict.fromkeys(("quantized_attention", "attention", "hyper_connection", "routing", "topk"), 4),
     **dict.fromkeys(("attention_inputs", "attention_splits", "compressor", "indexer", "router_logits", "streams"), 2),
     "server_formats": 5,
-    "ranks": 2,
+    **dict.fromkeys(("ranks", "drafted_ranks"), 2),
     "drafted_server": 3,
 }
 """Files of tests that run in so many pieces, each a part; the others are one. Compiled one after the other, the tests

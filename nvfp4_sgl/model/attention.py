@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor, nn
 
 from nvfp4_sgl.cache.layer import LayerCache
@@ -30,14 +32,20 @@ class Attention(nn.Module):
         self.attend = target.attend(context, layer)
         self.wo_a = target.project_groups(context, matrices.wo_a, matrices.groups)
         self.wo_b = target.project(context, [matrices.wo_b])
+        self._send: Callable[[Activation, Sequence[Tensor]], Tensor] | None = getattr(self.wo_b, "send", None)
 
     @property
     def takes(self) -> Form:
         """The form in which the layer reads its input."""
         return self.project_x.takes
 
-    def forward(self, x: Activation, step: object, cache: LayerCache) -> Tensor:
-        """[T, d], this rank's part of the output, from the normalised input.
+    @property
+    def sends(self) -> bool:
+        """Whether the output can be stored in several tensors at once."""
+        return self._send is not None
+
+    def forward(self, x: Activation, step: object, cache: LayerCache, places: Sequence[Tensor] = ()) -> Tensor:
+        """[T, d], this rank's part of the output, from the normalised input; stored in all of ``places``, if any.
 
         All of this pass's cache writes come before any read, so that a query sees the window that it completes.
         """
@@ -50,6 +58,9 @@ class Attention(nn.Module):
         if self.select is not None:
             assert prepared.index_weights is not None
             entries = self.select(index_q[0] if index_q else None, prepared.index_weights, step, cache)
-        o = self.attend(q, step, cache, entries, self.wo_a.takes)
-        (output,) = self.wo_b(self.wo_a(o, self.wo_b.takes))
+        o = self.wo_a(self.attend(q, step, cache, entries, self.wo_a.takes), self.wo_b.takes)
+        if places:
+            assert self._send is not None
+            return self._send(o, places)
+        (output,) = self.wo_b(o)
         return output

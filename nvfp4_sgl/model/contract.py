@@ -42,7 +42,7 @@ from nvfp4_sgl.model.tokens import Gather, Tokens, tokens_of
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.weights.gemms import DraftMatrices
 from nvfp4_sgl.weights.layout import ExpertMatrices
-from nvfp4_sgl.weights.parallel import TensorParallel
+from nvfp4_sgl.weights.parallel import Slot, TensorParallel
 from nvfp4_sgl.weights.source import Shard, WeightSource
 
 CPU = torch.device("cpu")
@@ -207,9 +207,12 @@ class Site(Protocol[StepIn, MixT]):
         """(the sublayer's input, what mixes its output back) at the first site of a range of layers."""
 
     def advance(
-        self, output: Tensor, streams: Tensor, mix: MixT, step: StepIn, *, gather: Gather | None = None
+        self, output: Tensor | Slot, streams: Tensor, mix: MixT, step: StepIn, *, gather: Gather | None = None
     ) -> tuple[Activation, Tensor, MixT]:
-        """Mix a sublayer's output into the streams, then enter this site: (input, streams, mix)."""
+        """Mix a sublayer's output into the streams, then enter this site: (input, streams, mix).
+
+        A target whose sublayers send adds what ranks have sent to a slot.
+        """
 
     def leave(self, output: Tensor, streams: Tensor, mix: MixT, *, gather: Gather | None = None) -> Tensor:
         """The streams after the last sublayer of a range of layers that does not end with the final collapse."""
@@ -249,7 +252,11 @@ class InputProjection(Protocol):
 
 
 class Projection(Protocol):
-    """GEMMs that read one activation, merged as far as their storage allows."""
+    """GEMMs that read one activation, merged as far as their storage allows.
+
+    One of a single shard may have a method ``send(x, places)``, which stores the columns in all of ``places``, tensors
+    [T, rows], and returns the first; absent or ``None`` where the kernel stores in one.
+    """
 
     @property
     def takes(self) -> Form: ...
@@ -367,7 +374,11 @@ class Router(Protocol[StepIn, RoutesOut]):
 
 
 class Experts(Protocol[StepIn, RoutesIn]):
-    """Routed experts and the shared one."""
+    """Routed experts and the shared one.
+
+    There may be a method ``send(x, routes, step, places)``, which stores the result of a call in all of ``places``,
+    tensors [T, d], and returns the first.
+    """
 
     @property
     def takes(self) -> Form: ...

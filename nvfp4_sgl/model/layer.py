@@ -18,7 +18,7 @@ from nvfp4_sgl.model.attention import Attention
 from nvfp4_sgl.model.contract import Activation, Context, Form, Site, SiteNames
 from nvfp4_sgl.model.moe import MoE
 from nvfp4_sgl.model.tokens import EveryToken, Tokens
-from nvfp4_sgl.weights.parallel import Collective, TensorParallel
+from nvfp4_sgl.weights.parallel import Collective, Slot, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,17 @@ class Sublayer:
     Attributes:
         name: such as ``layers.3.attn``.
         site: in front of it. takes: what it reads of its input.
-        run: from its input to this rank's part of its output [T, d].
+        run: from its input to this rank's part of its output [T, d], which is stored in all tensors that are given.
         collective: which sum over ranks makes the output whole.
+        sends: whether ``run`` takes tensors.
     """
 
     name: str
     site: Site[Any, Any]
     takes: Form
-    run: Callable[[Activation], Tensor]
+    run: Callable[[Activation, Sequence[Tensor]], Tensor]
     collective: Collective
+    sends: bool
 
 
 class Block(nn.Module):
@@ -60,15 +62,17 @@ class Block(nn.Module):
                 f"{self.spec.stem}.attn",
                 self.hc_attn,
                 self.attn.takes,
-                lambda x: self.attn(x, step, cache),
+                lambda x, places: self.attn(x, step, cache, places),
                 Collective.ATTENTION_OUTPUT,
+                self.attn.sends,
             ),
             Sublayer(
                 f"{self.spec.stem}.ffn",
                 self.hc_ffn,
                 self.ffn.takes,
-                lambda x: self.ffn(x, token_ids, step),
+                lambda x, places: self.ffn(x, token_ids, step, places),
                 Collective.EXPERT_OUTPUT,
+                self.ffn.sends,
             ),
         )
 
@@ -100,12 +104,10 @@ class Walk:
     Attributes:
         sublayer: the one that the walk is at.
         x: input of the sublayer, or of what comes after the last one.
-        output: of the sublayer, whole [T, d].
         streams: [T, n, d]. mix: what mixes the output into them.
     """
 
     sublayer: Sublayer
-    output: Tensor
     mix: object
 
     def __init__(
@@ -125,6 +127,7 @@ class Walk:
         """
         self._sublayers, self._after, self._step, self._entered = sublayers, after, step, entered
         self._tokens = EveryToken(TensorParallel(), len(streams)) if tokens is None else tokens
+        self._output: Tensor | Slot
         self.streams = streams
 
     def __iter__(self) -> Iterator[Place]:
@@ -136,12 +139,24 @@ class Walk:
         for sublayer, site in zip(self._sublayers, sites, strict=True):
             self.sublayer = sublayer
             yield Place.INPUT
-            self.output = tokens.sum(sublayer.collective, sublayer.run(self.x))
+            slot = tokens.slot(sublayer.collective) if sublayer.sends and site is not None else None
+            part = sublayer.run(self.x, () if slot is None else slot.places(len(self.streams)))
+            self._output = tokens.sum(sublayer.collective, part) if slot is None else slot
             yield Place.OUTPUT
             if site is None:
                 self.streams = sublayer.site.leave(self.output, self.streams, self.mix, gather=gather)
             else:
-                self.x, self.streams, self.mix = site.advance(self.output, self.streams, self.mix, step, gather=gather)
+                self.x, self.streams, self.mix = site.advance(self._output, self.streams, self.mix, step, gather=gather)
+
+    @property
+    def output(self) -> Tensor:
+        """Output of the sublayer, whole [T, d]; not there where ranks exchange parts, which the next site adds."""
+        assert isinstance(self._output, Tensor), "ranks' parts are added by the next site"
+        return self._output
+
+    @output.setter
+    def output(self, output: Tensor) -> None:
+        self._output = output
 
     def all_streams(self) -> Tensor:
         """:attr:`streams` of all tokens of the pass, whichever of them this rank keeps."""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nvfp4_sgl.weights.parallel import Collective, SequenceParallel, TensorParallel
+from nvfp4_sgl.weights.parallel import Collective, SequenceParallel, Slot, TensorParallel
 
 Gather = Callable[[Tensor], Tensor]
 """All tokens' rows [T, ...] from every rank's own rows [own tokens, ...]."""
@@ -48,6 +48,9 @@ class Tokens(Protocol):
     def sum(self, collective: Collective, part: Tensor) -> Tensor:
         """The kept tokens' rows of the sum over ranks of ``part`` [T, d], a sublayer's output."""
 
+    def slot(self, collective: Collective) -> Slot | None:
+        """The memory for the parts of that sum if the next site adds them; ``None`` if :meth:`sum` does."""
+
 
 @dataclass(frozen=True)
 class EveryToken:
@@ -66,6 +69,10 @@ class EveryToken:
 
     def sum(self, collective: Collective, part: Tensor) -> Tensor:
         return self.parallel.all_reduce(collective, part)
+
+    def slot(self, collective: Collective) -> Slot | None:
+        exchange = self.parallel.exchange
+        return None if exchange is None or self.count > exchange.tokens else exchange.slots[collective]
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,9 @@ class DividedTokens:
     def sum(self, collective: Collective, part: Tensor) -> Tensor:
         summed = self.collectives.reduce_scatter(collective, _with_room(part, self.ranks * self.each))
         return summed[: self.kept.stop - self.kept.start]
+
+    def slot(self, collective: Collective) -> None:
+        return None
 
     def gather(self, own: Tensor) -> Tensor:
         return self.collectives.all_gather(_with_room(own, self.each))[: self.count]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nvfp4_sgl import prompt_sizes
+from nvfp4_sgl import prompt_sizes, pushed_sums
 from nvfp4_sgl.architectures import architectures, is_served
 from nvfp4_sgl.checkpoint import overrides as config_overrides
 from nvfp4_sgl.checkpoint.beside import check_beside
@@ -37,6 +37,7 @@ from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import OFF
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.ledger import find
+from nvfp4_sgl.serving.trace import TRACE
 from nvfp4_sgl.sglang_defaults import CPU_SWA_RATIO
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.targets import requirements
@@ -149,6 +150,12 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             " leave it out"
         )
     prompt_sizes.check_asked(on_gpu=descriptor(detect_target()).on_gpu)
+    pushed_sums.check_asked(
+        target=detect_target(),
+        ranks=given["tp_size"],
+        custom_all_reduce=not given["disable_custom_all_reduce"],
+        traces=bool(os.environ.get(TRACE)),
+    )
     for name in OTHER_FRONT_ENDS:
         if os.environ.get(name, "0").lower() not in ("", "0", "false"):
             raise UnsupportedError(f"{name}: not implemented for {ARCHITECTURE} by this package; unset it")

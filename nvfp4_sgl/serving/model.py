@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.build import Serving
 from nvfp4_sgl.cache.layer import LayerCache
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig
-from nvfp4_sgl.errors import UnsupportedError
+from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.model.capture import captured_means
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
@@ -34,9 +35,10 @@ from nvfp4_sgl.serving.sglang import parallel, settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.serving.trace import check_trace, recorder
 from nvfp4_sgl.targets.choose import Choice
+from nvfp4_sgl.targets.fused.exchange import exchange_of, shared_inboxes
 from nvfp4_sgl.tracing.record import Recorder
 from nvfp4_sgl.weights.layout import held_elsewhere
-from nvfp4_sgl.weights.parallel import Collective, SequenceParallel, TensorParallel
+from nvfp4_sgl.weights.parallel import Collective, Exchange, SequenceParallel, TensorParallel
 
 
 class DeepseekV4ForCausalLM(LoadedOnce):
@@ -223,8 +225,24 @@ def rank_context(
 ) -> Context:
     """The context of this rank's modules, on the device and in the dtype of ``like``."""
     ranks = SequenceParallel(reduce_scatter, parallel.tp_all_gather)
-    share = TensorParallel(parallel.tp_rank(), parallel.tp_size(), all_reduce, ranks)
+    exchange = shared_exchange(config.hidden_size, like.device) if pushed_sums.asked() else None
+    share = TensorParallel(parallel.tp_rank(), parallel.tp_size(), all_reduce, ranks, exchange)
     return Context(reader, config, choice.boundaries, like.device, like.dtype, choice.mode, share, uniform_experts)
+
+
+def shared_exchange(width: int, device: torch.device) -> Exchange:
+    """Room for the pushed parts of this model's short passes in the memory of all ranks, which all call this.
+
+    Raises:
+        ConfigError: SGLang has found that a GPU cannot reach another one's memory.
+    """
+    if not parallel.reaches_peers():
+        raise ConfigError(
+            f"{pushed_sums.SWITCH}=1: expected GPUs that reach each other's memory, found that SGLang's own all-reduce"
+            f" is off; unset {pushed_sums.SWITCH}, or set it to 0"
+        )
+    tokens = pushed_sums.capacity(parallel.tp_size(), width)
+    return exchange_of(parallel.tp_rank(), shared_inboxes(parallel.tp_cpu_group(), tokens, width, device))
 
 
 def require_own_model(model: Any) -> None:

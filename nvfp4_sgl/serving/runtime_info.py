@@ -36,10 +36,21 @@ def describe_runtime(runner: Any) -> dict[str, Any] | None:
         "note": model.choice.note,
         "sampling": str(settings.resolved("sampling_backend")),
         "requests": shared_requests.way(),
+        "rank_sums": describe_sums(model),
         "draft": describe_draft(),
         "prompt_graphs": describe_prompts(runner.attn_backend),
         "boundaries": model.choice.boundaries.names(),
     }
+
+
+def describe_sums(model: DeepseekV4ForCausalLM) -> str:
+    """The way in which sums over tensor-parallel ranks are formed, in words."""
+    share = model.context.parallel
+    if share.size == 1:
+        return "of one rank"
+    if share.exchange is None:
+        return "by SGLang's all-reduce"
+    return f"pushed for passes of up to {share.exchange.tokens} tokens, for others by SGLang's all-reduce"
 
 
 def describe_draft() -> str:
@@ -65,6 +76,8 @@ def log(scheduler: Any) -> None:
     require_own_backend(scheduler.tp_worker.model_runner.attn_backend)
     words = [f"target {info['target']}", info["activation_mode"], info["dtype"], info["kv_rows"]]
     words += [f"sampling by {info['sampling']}", f"routing {info['routing']}"]
+    if settings.served_arguments().tp_size > 1:
+        words.append(f"sums over ranks {info['rank_sums']}")
     if info["draft"] != "none":
         words.append(f"draft {info['draft']}")
     if info["note"]:

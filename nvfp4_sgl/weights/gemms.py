@@ -70,6 +70,11 @@ class GemmSpec:
     shard_rows: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
+    def sends(self) -> bool:
+        """Whether its kernel can store a rank's part of a sum in every rank's memory."""
+        return self.name == "wo_b" and self.kind == "nvfp4" and self.output == "bf16"
+
+    @property
     def rows(self) -> int:
         """Weight rows of a group."""
         return self.features * (2 if self.gated else 1)

@@ -6,7 +6,7 @@ Loader, GEMMs, routing and forecast ask :class:`Ownership` alone which heads and
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,37 @@ class SequenceParallel:
     reduce_scatter: Callable[[Collective, Tensor], Tensor]
     all_gather: Callable[[Tensor], Tensor]
     least_tokens: int = SEQUENCE_PARALLEL_TOKENS
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Memory of all ranks where their parts of one sum meet.
+
+    Attributes:
+        parts: int16 [ranks, capacity, d] in this rank's memory: the bits of each rank's part.
+        outboxes: bf16 [capacity, d], a rank's each, this rank's first: memory that this rank's part is stored in.
+    """
+
+    parts: Tensor
+    outboxes: Sequence[Tensor]
+
+    def places(self, tokens: int) -> list[Tensor]:
+        """Memory for the parts of ``tokens`` tokens: [tokens, d] of each rank, this rank's first."""
+        return [outbox[:tokens] for outbox in self.outboxes]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Sums over ranks without a collective: kernels store parts in every rank's memory, the next mHC site adds them.
+
+    A slot is used again after the other one, as the places of a layer alternate.
+
+    Attributes:
+        tokens: of the largest pass whose parts have room.
+    """
+
+    slots: Mapping[Collective, Slot]
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -110,10 +141,12 @@ class TensorParallel(Ownership):
     Attributes:
         all_reduce: sums a rank's partial result over the ranks, at the named place.
         sequence: how long passes are divided; without it every rank keeps all tokens' residual streams.
+        exchange: how short passes are summed where kernels can; without it by ``all_reduce``.
     """
 
     all_reduce: Callable[[Collective, Tensor], Tensor] = _alone
     sequence: SequenceParallel | None = None
+    exchange: Exchange | None = None
 
 
 def lone_rank(size: int) -> TensorParallel:

@@ -1,4 +1,4 @@
-"""A server of two ranks that drafts on two GPUs; ``test_drafted_server.py`` runs one rank."""
+"""Servers of two ranks that draft on two GPUs; ``test_drafted_server.py`` runs one rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from tests.support.gpus import TWO_GPUS
 pytestmark = [pytest.mark.gpu, pytest.mark.server, pytest.mark.timeout(470), TWO_GPUS]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafted]:
-    with drafted_server.drafted(tmp_path_factory.mktemp("drafted"), drafted_server.mtp(3), "--tp-size", "2") as found:
+DRAFTS = {"steps3": drafted_server.mtp(3), "dspark": drafted_server.DSPARK}
+
+
+@pytest.fixture(scope="module", params=DRAFTS.values(), ids=[*DRAFTS])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafted]:
+    with drafted_server.drafted(tmp_path_factory.mktemp("drafted"), request.param, "--tp-size", "2") as found:
         yield found
 
 

@@ -1,7 +1,7 @@
 """A server that drafts on this GPU: SGLang's EAGLE and DSpark workers and CUDA graphs around our model and drafts.
 
 ``tests/serving/test_drafted.py`` and ``test_drafted_dspark.py`` there run more of it on a CPU server,
-``test_drafted_ranks.py`` here two ranks with MTP.
+``test_drafted_ranks.py`` here two ranks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from nvfp4_sgl.model.layer import Block
 from nvfp4_sgl.model.tokens import ALIGNMENT, tokens_of
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
-from nvfp4_sgl.targets.fused import step
+from nvfp4_sgl.targets.fused import sites, step
 from nvfp4_sgl.targets.fused.activations import in_form
 from nvfp4_sgl.targets.fused.attention import packed
 from nvfp4_sgl.weights.parallel import TensorParallel
@@ -30,6 +30,10 @@ CSA = 1
 
 LAST_PART = 13
 """Tokens of the long prompt that the last rank keeps: fewer than the others, whose parts are aligned."""
+CAPACITY = 4
+"""Tokens of the largest pass whose parts are pushed: of all but the divided one."""
+ORDER_OF_SUMS = 0.01
+"""Bound of the median distance of log-probabilities if the parts of four ranks are added in another order."""
 TOPK = 4
 """Entries that a token of the long prompt chooses, of up to 7 with two ranks, 15 with four."""
 COLLECTIVES = {"all tokens": 2 * len(LAYERS), "divided": 4 * len(LAYERS) + 1 + 2}
@@ -188,6 +192,33 @@ def test_log_probabilities(
     print("median distance of several ranks from one, all and each rank's tokens of the last prompt:", distances)
     print("of rounded activations from fp32:", yardstick)
     assert max(distances) <= 2 * yardstick
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in WHOLE_MODELS[:1] else [pytest.mark.full]) for case in CASES],
+    indirect=True,
+    ids=case_id,
+)
+def test_pushed_sums(
+    run: native.Run, ranks: list[Standalone], exchange: Exchange, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ranks that push their parts find, if they are two, the bits of a collective's sums, and leave inboxes empty."""
+    size = len(ranks)
+    pushing = exchange.pushing(CAPACITY, ranks[0].config.hidden_size, DEVICE)
+    monkeypatch.setattr(sites, "Inbox", pushing.inbox)
+    models = [load(run, checkpoint, rank) for rank in pushing.ranks]
+    before = len(exchange.given[0])
+    found = exchange.run(lambda rank: log_probabilities(models[rank], size))
+    assert all(torch.equal(one, found[0]) for one in found) and pushing.are_empty
+    # Attention's last GEMM stores in several tensors on Hopper, where its operands are NVFP4 and bf16.
+    left = 0 if run == native.Run("sm_90a", ActivationMode.W4A16) else len(LAYERS)
+    assert [len(given) - before for given in exchange.given] == [2 * left + COLLECTIVES["divided"]] * size
+    expected = exchange.run(lambda rank: log_probabilities(ranks[rank], size))[0]
+    if size == 2:
+        assert torch.equal(found[0], expected)
+    else:
+        assert median_distance(found[0], expected) <= ORDER_OF_SUMS
 
 
 def test_divided_selection(whole: Standalone, ranks: list[Standalone], exchange: Exchange):

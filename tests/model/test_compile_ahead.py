@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +18,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import jit
 
-from nvfp4_sgl import build, cli
+from nvfp4_sgl import build, cli, pushed_sums
 from nvfp4_sgl.build import Serving, needed, with_distinct_layers
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.verified import Verified, verify
@@ -33,6 +35,7 @@ from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.targets.fused import compile_ahead, compile_worker, gemm_bf16, gemm_planner
+from nvfp4_sgl.targets.fused.exchange import lone_exchange
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.targets.target import descriptor
@@ -44,8 +47,9 @@ from nvfp4_sgl.triton_kernels.entries.pool import last_row, last_slot
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
 from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
 from nvfp4_sgl.triton_kernels.indexer import scores
+from nvfp4_sgl.weights.parallel import TensorParallel, lone_rank
 from tests.sm100.emulator.host import runtime_library
-from tests.support import on_import
+from tests.support import native, on_import
 from tests.support.full import but_for
 
 W4A16, W4A4 = ActivationMode.W4A16, ActivationMode.W4A4
@@ -61,6 +65,8 @@ CASES = [
 """Each target and mode runs in each of two tests, with one format in one and another in the other but with --full."""
 LAUNCHED, UNSTORED = CASES[::2], CASES[1::2]
 CAPACITY, REQUESTS = 1024, 6
+PUSHED = 64
+"""Tokens of the largest pass whose sums are pushed."""
 META = torch.device("meta")
 SMALLEST_KERNEL = KernelKey("sm_90a", KernelShape(8))
 
@@ -357,7 +363,12 @@ class OnTheCpu:
     """A model on a GPU target whose launches are noted, on real tensors."""
 
     def __init__(
-        self, path: Path, target: str, uniform_experts: bool = False, mode: ActivationMode | None = None
+        self,
+        path: Path,
+        target: str,
+        uniform_experts: bool = False,
+        mode: ActivationMode | None = None,
+        parallel: TensorParallel | None = None,
     ) -> None:
         gpu = descriptor(target).gpu()
         self._gpu, self.launcher = gpu, NotingLauncher(target, gpu.clusters)
@@ -365,8 +376,9 @@ class OnTheCpu:
         # Aligned, as on a GPU: what is read lies in the file as it comes.
         with mock.patch.object(CheckpointReader, "read", lambda *given, **more: read(*given, **more).clone()):
             self.model = Standalone(
-                path, target=target, mode=mode, requests=REQUESTS, capacity=CAPACITY, uniform_experts=uniform_experts
-            )
+                path, target=target, mode=mode, requests=REQUESTS, capacity=CAPACITY, parallel=parallel,
+                uniform_experts=uniform_experts,
+            )  # fmt: skip
         table = torch.zeros(REQUESTS + 1, CAPACITY + table_margin(0), dtype=torch.int32)
         slots = Slots(table, self.model.caches.full_to_swa, REQUESTS, CAPACITY)
         context = self.model.decoder.context
@@ -413,6 +425,29 @@ def test_no_pass_launches_what_the_warm_up_does_not(
     with launcher.use(cpu.launcher):
         assert cpu.launcher.gemms and cpu.launcher.gemms <= set(model.planner.gemms(CAPACITY))
     assert not missed, [f"{variant.name}: {variant.specialization}" for variant in missed][:3]
+
+
+def test_no_pass_of_a_rank_that_pushes_launches_what_the_warm_up_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of GEMMs: passes up to the inboxes' capacity store copies, longer ones do not."""
+    path = native.write_checkpoint("sm_90a", tmp_path, seed=11, num_attention_heads=4, moe_intermediate_size=128)
+    width = verify(path).config.hidden_size
+    monkeypatch.setattr(pushed_sums, "SENT_BYTES", 2 * width * PUSHED)
+    monkeypatch.setenv(pushed_sums.SWITCH, "1")
+    share = replace(lone_rank(2), exchange=lone_exchange(2, width, torch.device("cpu")))
+    cpu = OnTheCpu(path, "sm_90a", parallel=share)
+    for count in (1, PUSHED, PUSHED + 1, CAPACITY):
+        cpu.launcher.gemms.clear()
+        cpu.model.reset()
+        cpu.variants(partial(cpu.model.extend, {0: [*range(2, 2 + count)]}))
+        copies = {key.shape.copies for key in cpu.launcher.gemms if isinstance(key.shape, KernelShape)}
+        assert copies == ({0, 1} if count <= PUSHED else {0}), count
+        with launcher.use(cpu.launcher):
+            assert cpu.launcher.gemms <= set(cpu.planner.gemms(CAPACITY))
+    built, _ = needed(verify(path), "sm_90a", Serving(2, CAPACITY, REQUESTS, CAPACITY), descriptor("sm_90a").gpu())
+    with launcher.use(DryLauncher("sm_90a", descriptor("sm_90a").gpu().clusters)):
+        assert list(built) == list(cpu.planner.gemms(CAPACITY))
 
 
 @pytest.mark.parametrize(

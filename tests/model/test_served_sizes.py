@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvfp4_sgl import build
+from nvfp4_sgl import build, pushed_sums
 from nvfp4_sgl.build import META, Serving
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.verified import Verified
@@ -33,7 +33,6 @@ from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant
-from nvfp4_sgl.weights.parallel import lone_rank
 from tests.support.released import FLASH, PRO, config_json
 
 MODELS = {"flash": FLASH, "pro": PRO}
@@ -67,7 +66,7 @@ class DryServer:
         with launcher.use(self._launcher), ahead.targeting(self.gpu.capability, self.gpu.processors), torch.no_grad():
             context = Context(
                 DummyReader(checkpoint.inventory, META), config, choice.boundaries, META, torch.bfloat16, choice.mode,
-                lone_rank(setting.ranks), setting.uniform_experts,
+                build.share_of(setting.ranks, config.hidden_size), setting.uniform_experts,
             )  # fmt: skip
             before = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
@@ -155,10 +154,29 @@ def test_nothing_is_compiled_once_a_server_is_warm(name: str) -> None:
     assert server.warm
     for added, longest in FOUND.get(name, []):
         assert not (missed := server.missed(added, longest)), (added, longest, [variant.name for variant in missed])
-    for added, longest, decode in passes(setting, PASSES):
+    serve(server)
+
+
+def serve(server: DryServer) -> None:
+    """Random passes, none of which launches what the warm-up did not."""
+    for added, longest, decode in passes(server.setting, PASSES):
         missed = server.missed(added, longest, decode=decode)
         words = [f"{variant.name}: {variant.specialization}" for variant in missed][:2]
         assert not missed, (len(added), sum(added), longest, decode, words)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nothing_is_compiled_once_a_server_that_pushes_sums_is_warm(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes that fit its inboxes push, others do not; both come."""
+    setting = Serving(ranks, 4096, 64, 8192)
+    reducing = DryServer(verified("flash"), "sm_90a", setting)
+    monkeypatch.setenv(pushed_sums.SWITCH, "1")
+    pushing = DryServer(verified("flash"), "sm_90a", setting)
+    serve(pushing)
+    both, more = reducing.warm & pushing.warm, pushing.warm - reducing.warm
+    assert {variant.name for variant in more} == {"site_kernel", "_finalize"} <= {variant.name for variant in both}
 
 
 def test_uniform_routing_is_the_same_whatever_the_default_dtype() -> None:

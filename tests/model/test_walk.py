@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.model.contract import Activation, Form
 from nvfp4_sgl.model.decoder import Decoder
-from nvfp4_sgl.model.layer import Block, Place, Walk
+from nvfp4_sgl.model.layer import Block, Place, Sublayer, Walk
+from nvfp4_sgl.model.tokens import EveryToken
 from nvfp4_sgl.standalone import Pass, Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
+from nvfp4_sgl.targets.fused.exchange import lone_exchange
+from nvfp4_sgl.weights.parallel import Collective, Slot, TensorParallel
 
 PROMPT = list(range(5, 26))
 LAYERS = 3
@@ -123,3 +127,63 @@ def _original(given: Any) -> Any:
     if isinstance(given, tuple):
         return tuple(_original(each) for each in given)
     return given
+
+
+class SumOfSlot:
+    """A site that mixes outputs by adding them, whole or as the parts of a slot."""
+
+    def enter(self, streams: Tensor, step: object, *, gather: Any = None) -> tuple[Activation, None]:
+        return Activation(streams[:, 0].clone()), None
+
+    def advance(
+        self, output: Any, streams: Tensor, mix: None, step: object, *, gather: Any = None
+    ) -> tuple[Activation, Tensor, None]:
+        if isinstance(output, Slot):
+            output = output.parts[:, : len(streams)].view(torch.bfloat16).float().sum(0)
+        streams = self.leave(output, streams, mix)
+        return self.enter(streams, step)[0], streams, None
+
+    def leave(self, output: Tensor, streams: Tensor, mix: None, *, gather: Any = None) -> Tensor:
+        return streams + output[:, None]
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+@pytest.mark.parametrize("ends_with_site", [True, False])
+def test_a_sum_is_pushed_where_a_site_follows_and_a_kernel_sends(tokens: int, ends_with_site: bool) -> None:
+    """Others are reduced: of kernels that store in one place, of passes that do not fit, in front of no site."""
+    width, reduced, sent = 4, list[str](), list[str]()
+    exchange = lone_exchange(2, width, torch.device("cpu"))
+    assert exchange is not None
+    exchange = replace(exchange, tokens=2)
+
+    def all_reduce(collective: Collective, part: Tensor) -> Tensor:
+        reduced.append(collective.value)
+        return part
+
+    def sublayer(collective: Collective, sends: bool) -> Sublayer:
+        def run(x: Activation, places: Any) -> Tensor:
+            part = x.require_values() + 1
+            assert sends or not places
+            if places:
+                sent.append(collective.value)
+                assert [place.shape for place in places] == [part.shape] * 2
+                places[0].copy_(part)
+                places[1].zero_()
+            return part
+
+        return Sublayer(collective.value, site, Form.VALUES, run, collective, sends)
+
+    site: Any = SumOfSlot()
+    kinds = [(Collective.ATTENTION_OUTPUT, False), (Collective.EXPERT_OUTPUT, True)] * 2
+    streams = torch.ones(tokens, 1, width)
+    share = TensorParallel(0, 2, all_reduce, exchange=exchange)
+    walk = Walk(
+        [sublayer(*kind) for kind in kinds], site if ends_with_site else None, streams, None, EveryToken(share, tokens)
+    ).finish()
+    assert torch.equal(walk.streams, torch.full_like(streams, 31.0))  # y = 2 x + 1, four times
+    attention, experts = (place.value for place in Collective)
+    if tokens > 2:
+        assert not sent and reduced == [attention, experts] * 2
+    else:
+        assert sent == [experts] * (2 if ends_with_site else 1)
+        assert reduced == [attention, attention] + ([] if ends_with_site else [experts])

@@ -23,6 +23,7 @@ from benchmarks.full_size_plan import OF_A_START, server_flags, starts
 from benchmarks.released import MODELS, config_of
 from programs.local_server import ServerError
 
+from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.draft_config import DsparkConfig
@@ -241,6 +242,11 @@ def test_results_of_other_conditions_are_not_mixed(
     with pytest.raises(SystemExit):
         call()
     assert f"holds results of another run: {SWITCH}: expected False, found None" in capsys.readouterr().err
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setenv(pushed_sums.SWITCH, "1")
+    with pytest.raises(SystemExit):
+        call()
+    assert f"holds results of another run: {pushed_sums.SWITCH}: expected True, found False" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         call("--fresh")
     assert "expected a new .json file, found one of another run" in capsys.readouterr().err

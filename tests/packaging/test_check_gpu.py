@@ -253,12 +253,20 @@ def test_pieces_hold_every_test_once():
 def test_the_pair_needs_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert steps_of(monkeypatch, (9, 0), "pair") == 2
     assert "needs two GPUs, this machine shows 1" in capsys.readouterr().err
-    pair = [*(f"pair-test_ranks-{number}of2" for number in (1, 2)), "pair-test_pair_crowd", "pair-test_drafted_ranks"]
-    pair += ["pair-test_pro_ranks", "pair-test_inbox", "pair-ready-empty", "pair-ready-filled", "pair-load"]
+    pair = [*(f"pair-test_ranks-{number}of2" for number in (1, 2)), "pair-test_pair_crowd"]
+    pair += [f"pair-test_drafted_ranks-{number}of2" for number in (1, 2)]
+    pair += [
+        "pair-test_pro_ranks",
+        "pair-test_inbox",
+        "pair-test_pushed_ranks",
+        "pair-ready-empty",
+        "pair-ready-filled",
+        "pair-load",
+    ]
     assert list(steps_of(monkeypatch, (9, 0), "pair", gpus=2)) == pair
     assert set(pair) < set(steps_of(monkeypatch, (9, 0), gpus=2))
     ready = "launch/benchmarks/ready.py"
-    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[6:8]
+    assert list(steps_of(monkeypatch, (9, 0), "pair", ready, gpus=2)) == pair[8:10]
 
 
 def test_commands_of_programs():
@@ -278,7 +286,7 @@ def test_commands_of_parts():
     assert gemms[:3] == ["compute-sanitizer", "--tool", "racecheck"]
     assert gemms[-3:] == ["-m", "sanitized", "tests/gpu/test_w4a16_gemms.py"]
     assert all((ROOT / part.file).exists() for part in resumable_tests.parts())
-    assert [part.gpus for part in resumable_tests.parts(["kernels", "server", "pair"])][-18:] == [*9 * [1], *9 * [2]]
+    assert [part.gpus for part in resumable_tests.parts(["kernels", "server", "pair"])][-20:] == [*9 * [1], *11 * [2]]
 
 
 def test_every_part_of_a_sanitizer_has_tests():

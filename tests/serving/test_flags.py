@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.serving import arguments, flags, resolution
 from nvfp4_sgl.serving.flags import combinations
@@ -93,6 +95,27 @@ def test_no_flag_at_all_is_accepted(unset: dict[str, Any]) -> None:
     arguments.check_arguments(unset)
     combinations.check_combinations(unset)
     assert not list(flags.without_effect(unset, unset))
+
+
+@pytest.mark.parametrize(
+    ("given", "traces", "words"),
+    [
+        ({"tp_size": 4}, "", None),
+        ({"tp_size": 1}, "", "expected --tp-size 2, 4 or 8, found 1"),
+        ({"tp_size": 2, "disable_custom_all_reduce": True}, "", "found --disable-custom-all-reduce"),
+        ({"tp_size": 2}, "traces", "found NVFP4_SGL_TRACE"),
+    ],
+)
+def test_pushed_sums_are_refused_where_they_cannot_be(
+    given: dict[str, Any], traces: str, words: str | None, unset: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(pushed_sums.SWITCH, "1")
+    monkeypatch.setenv("NVFP4_SGL_TRACE", traces)
+    with pytest.raises(ConfigError, match="expected a server for sm_90a, found cpu"):
+        arguments.check_arguments(unset | given)
+    monkeypatch.setattr(arguments, "detect_target", lambda: "sm_90a")
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        arguments.check_arguments(unset | given)
 
 
 @pytest.mark.parametrize("name", rows(Refused))

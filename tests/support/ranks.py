@@ -8,12 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from threading import Condition
 
 import torch
 from torch import Tensor
 
+from nvfp4_sgl.targets.fused.exchange import exchange_of
+from nvfp4_sgl.triton_kernels.common.inbox import EMPTY, Inbox, empty_inbox
 from nvfp4_sgl.weights.parallel import SEQUENCE_PARALLEL_TOKENS, Collective, SequenceParallel, TensorParallel
+
+
+@dataclass(frozen=True)
+class PushingRanks:
+    """Ranks that push parts into ``inboxes``, one a rank. They hand over before a site waits for the others' parts."""
+
+    exchange: Exchange
+    ranks: list[TensorParallel]
+    inboxes: list[Tensor]
+
+    def inbox(self, parts: Tensor) -> Inbox:
+        """Stands for :class:`Inbox` where sites make one."""
+        (rank,) = (
+            rank
+            for rank, inbox in enumerate(self.inboxes)
+            if parts.untyped_storage().data_ptr() == inbox.untyped_storage().data_ptr()
+        )
+        self.exchange.hand_over(rank)
+        self.exchange.wait(rank)
+        return Inbox(parts)
+
+    @property
+    def are_empty(self) -> bool:
+        return all(bool((inbox == EMPTY.value).all()) for inbox in self.inboxes)
 
 
 class Exchange:
@@ -55,6 +82,12 @@ class Exchange:
         self.hand_over(rank)
         self.wait(rank)
         return [given[place] for given in self.given]
+
+    def pushing(self, tokens: int, d: int, device: str) -> PushingRanks:
+        """The same ranks, which push parts of passes of up to ``tokens`` tokens."""
+        inboxes = [empty_inbox(len(self.given), tokens, d, device) for _ in self.given]
+        ranks = [replace(rank, exchange=exchange_of(rank.rank, inboxes)) for rank in self.ranks]
+        return PushingRanks(self, ranks, inboxes)
 
     def wait(self, rank: int) -> None:
         with self._changed:

@@ -61,6 +61,17 @@ def tp_gather_columns(tensor: Tensor) -> Tensor:
     return parts.transpose(0, 1).reshape(len(tensor), -1)
 
 
+def tp_cpu_group() -> torch.distributed.ProcessGroup:
+    """The tensor-parallel ranks' process group for tensors on the CPU."""
+    return find("get_tp_group")().cpu_group
+
+
+def reaches_peers() -> bool:
+    """Whether SGLang's all-reduce reads and writes the memory of the other ranks' GPUs."""
+    communicator = find("get_tp_group")().ca_comm
+    return communicator is not None and not communicator.disabled
+
+
 def tp_broadcast(tensor: Tensor) -> None:
     """Make ``tensor`` that of the first tensor-parallel rank, on all ranks; contiguous."""
     if tp_size() > 1:
@@ -70,5 +81,5 @@ def tp_broadcast(tensor: Tensor) -> None:
 def tp_exchange(value: Any) -> list[Any]:
     """Every tensor-parallel rank's ``value``, in their order; over sockets."""
     values: list[Any] = [None] * tp_size()
-    torch.distributed.all_gather_object(values, value, group=find("get_tp_group")().cpu_group)
+    torch.distributed.all_gather_object(values, value, group=tp_cpu_group())
     return values

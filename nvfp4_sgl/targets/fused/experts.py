@@ -70,7 +70,12 @@ class Experts(nn.Module):
 
         A shared expert that runs apart is added last.
         """
+        return self.send(x, routes, step, [torch.empty_like(x.require_values())])
+
+    def send(self, x: Activation, routes: Routes, step: Step, places: Sequence[Tensor]) -> Tensor:
+        """The same, stored in all of ``places``, bf16 [T, d] each; returns the first."""
         values = x.require_values()
         rows = self.gemms(values, routes)
         shared = None if self.shared is None else self.shared(values)
-        return finalize(rows, routes.destination, routes.weights, torch.empty_like(values), shared=shared)
+        out, *copies = places
+        return finalize(rows, routes.destination, routes.weights, out, shared=shared, copies=copies)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nvfp4_sgl.targets.target import Descriptor
 from nvfp4_sgl.weights.gemms import OperandKind
@@ -44,6 +44,14 @@ class Gemm(Protocol):
             features: of merged matrices, the first so many rows alone: [T, features]. A backend that cannot multiply a
                 part multiplies all, and gives a slice.
         """
+
+
+@runtime_checkable
+class SendingGemm(Protocol):
+    """A GEMM that can store its result in several tensors at once."""
+
+    def send(self, x: Activation, places: Sequence[Tensor]) -> Tensor:
+        """The result, stored in all of ``places``, bf16 [T, F] each; returns the first."""
 
 
 class GatedGemm(Protocol):

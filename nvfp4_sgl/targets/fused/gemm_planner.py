@@ -124,7 +124,7 @@ class GemmPlanner(FusedPlanner):
         context, runner = self.context, launcher.current()
         largest = max(tokens, self.slots.requests * self.slots.drafted)
 
-        def keys(gemms: Sequence[GemmSpec], rows: int) -> list[KernelKey]:
+        def keys(gemms: Sequence[GemmSpec], rows: int, copies: int = 0) -> list[KernelKey]:
             return keys_for(
                 gemms,
                 rows,
@@ -133,10 +133,15 @@ class GemmPlanner(FusedPlanner):
                 runner.clusters(context.device),
                 programmatic_launch=runner.programmatic_launch,
                 pin=runner.pin,
+                copies=copies,
             )
 
         specs = self.gemm_specs()
         found = keys(specs, largest)
+        exchange = context.parallel.exchange
+        if exchange is not None:
+            sending = [spec for spec in specs if spec.sends]
+            found += keys(sending, min(largest, exchange.tokens), copies=context.parallel.size - 1)
         if context.draft is not None:
             # A token's streams are rows of these GEMMs, of a part of a pass at a time.
             by_stream = {*context.draft.by_stream}

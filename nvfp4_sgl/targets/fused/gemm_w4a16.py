@@ -38,6 +38,11 @@ class W4A16Gemm(nn.Module):
         weights = self.weights.operand if features is None else self.weights.operand.first(features)
         return self._multiply(x.require_values(), weights, dtype=dtype)
 
+    def send(self, x: Activation, places: Sequence[Tensor]) -> Tensor:
+        """The result, stored in all of ``places``, bf16 [T, F] each; returns the first."""
+        out, *copies = places
+        return operations.product(x.require_values(), self.weights.operand, out=out, copies=copies)
+
 
 class W4A16ExpertGemms(nn.Module):
     """Two grouped GEMMs; the epilogue of the first does SwiGLU."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nvfp4_sgl.model.contract import Activation, Columns, Context, Form, Unmultiplied
 from nvfp4_sgl.targets.fused.activations import in_form
-from nvfp4_sgl.targets.fused.gemm_backend import Backends, Gemm
+from nvfp4_sgl.targets.fused.gemm_backend import Backends, Gemm, SendingGemm
 from nvfp4_sgl.targets.fused.gemm_bf16 import dequantized
 from nvfp4_sgl.targets.reference.projections import columns_of
 from nvfp4_sgl.weights.matrix import load_matrix
@@ -47,6 +47,12 @@ class Projection(nn.Module):
     def forward(self, x: Activation, first: int | None = None) -> list[Tensor]:
         """The columns of each shard, or of the ``first`` so many, in bf16."""
         return self.multiply(x, torch.bfloat16, first)
+
+    @property
+    def send(self) -> Callable[[Activation, Sequence[Tensor]], Tensor] | None:
+        """The GEMM of a single shard that stores in several tensors, if its backend has one."""
+        (gemm,) = self._gemms
+        return gemm.send if isinstance(gemm, SendingGemm) else None
 
 
 class InputProjection(nn.Module):

@@ -15,6 +15,7 @@ from nvfp4_sgl.model.policy import Choice
 from nvfp4_sgl.model.tokens import Gather
 from nvfp4_sgl.targets.fused.activations import in_form, new_rows
 from nvfp4_sgl.targets.fused.step import Step
+from nvfp4_sgl.triton_kernels.common.inbox import Inbox
 from nvfp4_sgl.triton_kernels.hyper_connection.site import (
     Site,
     SiteState,
@@ -24,6 +25,7 @@ from nvfp4_sgl.triton_kernels.hyper_connection.site import (
     split_fn,
 )
 from nvfp4_sgl.triton_kernels.hyper_connection.streams import embed_streams, expand_streams
+from nvfp4_sgl.weights.parallel import Slot
 from nvfp4_sgl.weights.source import frozen
 
 
@@ -78,11 +80,12 @@ class FusedSite(nn.Module):
         return self._input(mix, gather), mix
 
     def advance(
-        self, output: Tensor, streams: Tensor, mix: Mix, step: Step, *, gather: Gather | None = None
+        self, output: Tensor | Slot, streams: Tensor, mix: Mix, step: Step, *, gather: Gather | None = None
     ) -> tuple[Activation, Tensor, Mix]:
         """The sublayer's input, the streams and the mix; ``streams`` are overwritten."""
         mix = self._ready(mix, gather)
-        streams = hyper_connection_next(self.site, output, streams, mix.state)
+        whole = Inbox(output.parts) if isinstance(output, Slot) else output
+        streams = hyper_connection_next(self.site, whole, streams, mix.state)
         return self._input(mix, gather), streams, mix
 
     def leave(self, output: Tensor, streams: Tensor, mix: Mix, *, gather: Gather | None = None) -> Tensor:

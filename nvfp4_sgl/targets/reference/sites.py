@@ -15,6 +15,7 @@ from nvfp4_sgl.ops.hyper_connection import (
     hyper_connection_pre,
 )
 from nvfp4_sgl.ops.norm import rms_norm
+from nvfp4_sgl.weights.parallel import Slot
 from nvfp4_sgl.weights.source import frozen
 
 
@@ -66,8 +67,9 @@ class ReferenceSite(nn.Module):
         return Activation(x if gather is None else gather(x)), mix
 
     def advance(
-        self, output: Tensor, streams: Tensor, mix: Mix, step: object, *, gather: Gather | None = None
+        self, output: Tensor | Slot, streams: Tensor, mix: Mix, step: object, *, gather: Gather | None = None
     ) -> tuple[Activation, Tensor, Mix]:
+        assert isinstance(output, Tensor), "sublayers of the reference do not send"
         streams = self.leave(output, streams, mix)
         x, mix = self.enter(streams, step, gather=gather)
         return x, streams, mix

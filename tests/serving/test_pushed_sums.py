@@ -1,0 +1,141 @@
+"""Sums over ranks that kernels push: when a server has them, and what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nvfp4_sgl import pushed_sums
+from nvfp4_sgl.config import ModelConfig
+from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.pushed_sums import RANKS, SENT_BYTES, SWITCH, capacity
+from nvfp4_sgl.serving import model, runtime_info
+from nvfp4_sgl.serving.sglang import parallel
+from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
+from nvfp4_sgl.targets.choose import choose
+from nvfp4_sgl.targets.fused.exchange import exchange_of, lone_exchange
+from nvfp4_sgl.triton_kernels.common.inbox import empty_inbox
+from nvfp4_sgl.weights.parallel import Collective, TensorParallel
+
+SERVER: dict[str, Any] = {"target": "sm_90a", "ranks": 2, "custom_all_reduce": True, "traces": False}
+"""A server that can push."""
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_switch(given: str | None, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    if given is not None:
+        monkeypatch.setenv(SWITCH, given)
+    assert pushed_sums.asked() is found
+    pushed_sums.check_asked(**SERVER)
+
+
+def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "on")
+    with pytest.raises(ConfigError, match=f"{SWITCH}: expected 0 or 1, found 'on'"):
+        pushed_sums.check_asked(**SERVER)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"target": "sm_100a"}, "a server for sm_90a, found sm_100a"),
+        ({"target": "cpu"}, "a server for sm_90a, found cpu"),
+        ({"ranks": 1}, "--tp-size 2, 4 or 8, found 1"),
+        ({"ranks": 16}, "--tp-size 2, 4 or 8, found 16"),
+        ({"custom_all_reduce": False}, "reach each other's memory, found --disable-custom-all-reduce"),
+        ({"traces": True}, "found NVFP4_SGL_TRACE"),
+    ],
+)
+def test_what_stands_against_it(changed: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+    with pytest.raises(ConfigError, match=words):
+        pushed_sums.check_asked(**{**SERVER, **changed})
+    monkeypatch.setenv(SWITCH, "0")
+    pushed_sums.check_asked(**{**SERVER, **changed})
+
+
+def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang finds out when its ranks meet, after the arguments are checked."""
+    for communicator in (None, SimpleNamespace(disabled=True)):
+        group = SimpleNamespace(ca_comm=communicator)
+        monkeypatch.setattr(parallel, "find", lambda name, group=group: lambda: group)
+        with pytest.raises(ConfigError, match=f"{SWITCH}=1: expected GPUs that reach each other's memory"):
+            model.shared_exchange(4096, torch.device("cpu"))
+
+
+def test_a_rank_s_share_has_the_inboxes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only if it is asked for; sized by the model's width."""
+    config = ModelConfig.from_dict(tiny_config(TinyFormat.NVFP4_FULL, {}))
+    inboxes, asked = list[torch.Tensor](), list[tuple[Any, ...]]()
+
+    def shared(*given: Any) -> list[torch.Tensor]:
+        asked.append(given)
+        inboxes.extend(empty_inbox(2, given[1], given[2], "cpu") for _ in range(2))
+        return inboxes
+
+    monkeypatch.setattr(model, "shared_inboxes", shared)
+    for name, value in {"tp_rank": 1, "tp_size": 2, "tp_cpu_group": "group", "reaches_peers": True}.items():
+        monkeypatch.setattr(parallel, name, lambda value=value: value)
+    monkeypatch.delenv(SWITCH, raising=False)
+    given: Any = (None, config, choose("sm_90a"), torch.empty(0, dtype=torch.bfloat16), False)
+    assert model.rank_context(*given).parallel.exchange is None and not asked
+    monkeypatch.setenv(SWITCH, "1")
+    exchange = model.rank_context(*given).parallel.exchange
+    assert asked == [("group", capacity(2, config.hidden_size), config.hidden_size, torch.device("cpu"))]
+    assert exchange is not None and exchange.tokens == capacity(2, config.hidden_size)
+    assert exchange.slots[Collective.EXPERT_OUTPUT].parts.data_ptr() == inboxes[1][1].data_ptr()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("width", [4096, 7168, 2048])
+def test_capacity(ranks: int, width: int) -> None:
+    """A power of two: with twice as many tokens a rank would send more than it may."""
+    tokens = capacity(ranks, width)
+    assert tokens & (tokens - 1) == 0
+    assert tokens * 2 * width * (ranks - 1) <= SENT_BYTES < 2 * tokens * 2 * width * (ranks - 1)
+
+
+def test_no_capacity() -> None:
+    assert capacity(3, 4096) == capacity(1, 4096) == 0 == capacity(2, SENT_BYTES)
+    assert lone_exchange(3, 4096, torch.device("meta")) is None
+
+
+def test_every_part_has_a_place_in_every_rank_s_memory() -> None:
+    """What rank r stores is part r of each rank's inbox, of the slot of the place; its own outbox is the first."""
+    ranks, tokens, d = 4, 3, 8
+    inboxes = [empty_inbox(ranks, tokens, d, "cpu") for _ in range(ranks)]
+    exchanges = [exchange_of(rank, inboxes) for rank in range(ranks)]
+    for place in Collective:
+        for rank, exchange in enumerate(exchanges):
+            slot = exchange.slots[place]
+            assert slot.outboxes[0].data_ptr() == slot.parts[rank].data_ptr()
+            for index, outbox in enumerate(slot.places(2)):
+                outbox.fill_(1 + 10 * rank + index)
+        for reader, exchange in enumerate(exchanges):
+            parts = exchange.slots[place].parts.view(torch.bfloat16)
+            for sender in range(ranks):
+                others = [sender, *(rank for rank in range(ranks) if rank != sender)]
+                assert bool((parts[sender, :2] == 1 + 10 * sender + others.index(reader)).all())
+                assert bool((exchange.slots[place].parts[sender, 2:] == -1).all())
+    slots = [exchanges[0].slots[place].parts.data_ptr() for place in Collective]
+    assert len({*slots}) == len(slots)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_server_says_how_it_sums(ranks: int) -> None:
+    def said(share: TensorParallel) -> str:
+        served: Any = SimpleNamespace(context=SimpleNamespace(parallel=share))
+        return runtime_info.describe_sums(served)
+
+    plain = said(TensorParallel(0, ranks))
+    assert plain == ("of one rank" if ranks == 1 else "by SGLang's all-reduce")
+    exchange = lone_exchange(ranks, 4096, torch.device("meta"))
+    if ranks == 1:
+        assert exchange is None
+    else:
+        tokens = {2: 512, 4: 128}[ranks]
+        assert said(TensorParallel(0, ranks, exchange=exchange)).startswith(f"pushed for passes of up to {tokens} tok")
