@@ -178,15 +178,16 @@ def replace_sublayers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put permutations of the columns, each another, times a gain that is another for each place and token id, in the
     place of attention and experts."""
 
-    def attention(layer: int) -> Callable[[Any, object, LayerCache], Tensor]:
-        def attend(x: Any, step: object, cache: LayerCache) -> Tensor:
-            assert cache is model.caches.layers[layer]
+    def attention(layer: int) -> Callable[[Any, object, LayerCache, Sequence[Tensor]], Tensor]:
+        def attend(x: Any, step: object, cache: LayerCache, places: Sequence[Tensor]) -> Tensor:
+            assert cache is model.caches.layers[layer] and not places
             return x.require_values().roll(2 * layer + 1, dims=1) * (0.25 + 0.5 * layer)
 
         return attend
 
-    def experts(layer: int) -> Callable[[Any, Tensor, object], Tensor]:
-        def mix(x: Any, ids: Tensor, step: object) -> Tensor:
+    def experts(layer: int) -> Callable[[Any, Tensor, object, Sequence[Tensor]], Tensor]:
+        def mix(x: Any, ids: Tensor, step: object, places: Sequence[Tensor]) -> Tensor:
+            assert not places
             values = x.require_values()
             return values.roll(2 * layer + 2, dims=1) * (0.5 * layer + ids[:, None].to(values) / 256)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.errors import OperandError
+from nvfp4_sgl.pushed_sums import capacity
 from nvfp4_sgl.triton_kernels.common.inbox import EMPTY, SLOTS, Inbox, empty_inbox
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
 from nvfp4_sgl.triton_kernels.hyper_connection import tiling
@@ -27,6 +28,8 @@ from tests.triton.support.resources import resources
 from tests.triton.support.rows import poisoned_rows
 from tests.triton.test_hyper_connection import MANY, make_site, make_streams, poisoned_state
 
+FLASH, PRO = 4096, 7168
+"""Widths of the models."""
 CAPACITY = 40
 """Tokens that inboxes hold, more than any pass has."""
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.int32: torch.int32}
@@ -192,8 +195,9 @@ def test_no_other_inbox_is_taken(parts: Tensor, words: str) -> None:
 
 
 def launches() -> None:
-    d = 7168
-    for tokens, ranks, rows in ((1, 2, 24), (1, 8, 24), (1, 4, 4), (64, 2, 24), (64, 4, 24), (64, 8, 4), (300, 8, 24)):
+    pro = [(1, 2, 24), (1, 8, 24), (1, 4, 4), (64, 2, 24), (64, 4, 24), (64, 8, 4)]
+    flash = [(capacity(ranks, FLASH), ranks, 24) for ranks in (2, 4, 8)]
+    for tokens, ranks, rows, d in [(*case, PRO) for case in pro] + [(*case, FLASH) for case in flash]:
         head = rows == 4
         fn, norm = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((3, rows, 4 * d), (d,)))
         base, scale = (torch.empty(count, device="meta") for count in (rows, 1 if head else 3))
@@ -201,7 +205,7 @@ def launches() -> None:
         state = SiteState.allocate(tokens, d, "meta")
         inbox = Inbox(empty_inbox(ranks, 512, d, "meta")[0])
         hyper_connection_next(site, inbox, torch.empty(tokens, 4, d, dtype=torch.bfloat16, device="meta"), state)
-    outputs = torch.empty(64, d, dtype=torch.bfloat16, device="meta")
+    outputs = torch.empty(64, FLASH, dtype=torch.bfloat16, device="meta")
     for others in (1, 3, 7):
         destination = torch.empty(8, 7, dtype=torch.int32, device="meta")
         weights, out, copies = torch.empty(8, 7, device="meta"), outputs[:8], [outputs[8:16]] * others
