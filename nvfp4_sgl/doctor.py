@@ -240,6 +240,10 @@ def examine_target(report: Report, planned: str | None = None) -> None:
         prompt_sizes.check_asked(on_gpu=descriptor(report.described_target).on_gpu)
     except ConfigError as error:
         report.problems.append(str(error))
+    try:
+        pushed_sums.check_target(report.described_target)
+    except ConfigError as error:
+        report.problems.append(str(error))
     fill_in(report, choose.choose(report.described_target))
     if descriptor(report.described_target).on_gpu:
         report.kv_row_modes = {"packed": "SGLang's 584-byte entries (the default)"}
@@ -273,7 +277,17 @@ def examine_checkpoint(report: Report, directory: Path, plan: ServerFlags) -> No
         except Nvfp4SglError as error:
             report.problems.append(f"checkpoint: {error}")
         fill_in(report, choose.choose(chosen, mode))
+        if chosen == pushed_sums.TARGET:  # another is a problem already
+            examine_sums(report, plan)
         examine_memory(report, verified, chosen, plan, mode, draft)
+
+
+def examine_sums(report: Report, plan: ServerFlags) -> None:
+    """Check that ranks of ``plan`` can push their parts of sums, if the environment asks for it."""
+    try:
+        pushed_sums.check_asked(target=pushed_sums.TARGET, ranks=plan.ranks, custom_all_reduce=True, traces=False)
+    except ConfigError as error:
+        report.problems.append(str(error))
 
 
 def examine_draft(report: Report, verified: Verified, plan: ServerFlags) -> Draft | None:

@@ -9,11 +9,13 @@ import sys
 import types
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nvfp4_sgl import cli, doctor
+from nvfp4_sgl import cli, doctor, pushed_sums
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.memory.plan import ServerFlags
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.process_exit import DISABLE_VARIABLE
 from nvfp4_sgl.prompt_sizes import SWITCH
@@ -148,6 +150,24 @@ def test_doctor_sees_the_switch_of_prompts(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv(SWITCH, "yes")
     assert cli.main(["doctor"]) == 2
     assert f"{SWITCH}: expected 0 or 1, found 'yes'" in capsys.readouterr().err
+
+
+def test_doctor_sees_the_switch_of_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops a server of another target, and of one rank."""
+    write_tiny(tmp_path / "tiny", "nvfp4-full", seed=3, num_hidden_layers=1)
+
+    def found(directory: Path | None, **flags: Any) -> list[str]:
+        problems = doctor.examine(directory, ServerFlags(**flags)).problems
+        return [problem for problem in problems if pushed_sums.SWITCH in problem]
+
+    one, two = ({"target": "sm_90a", "ranks": ranks} for ranks in (1, 2))
+    assert not found(None) + found(tmp_path / "tiny", **one)
+    monkeypatch.setenv(pushed_sums.SWITCH, "1")
+    (problem,) = found(tmp_path / "tiny", target="sm_100a", ranks=2)
+    assert "expected a server for sm_90a, found sm_100a" in problem
+    (problem,) = found(tmp_path / "tiny", **one)
+    assert "expected --tp-size 2, 4 or 8, found 1" in problem
+    assert not found(None, target="sm_90a") + found(tmp_path / "tiny", **two)
 
 
 def test_doctor_sees_missing_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
