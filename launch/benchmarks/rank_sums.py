@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks.flash import write_flash
 from benchmarks.options import AT_ONCE, LAYERS, output_file
 from benchmarks.profile_decoder import FLASH_CONTEXT, FLASH_PROMPT, each_us, next_tokens, prompt
+from benchmarks.released import MODELS
 from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.captured import CapturedDecode
 from nvfp4_sgl.standalone import Standalone
@@ -169,6 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", nargs="+", type=AT_ONCE, default=[1, 16, 64], help="requests of a step")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
     given = parser.parse_args(arguments)
+    room = pushed_sums.capacity(given.tp, MODELS["flash"].config["hidden_size"])
+    if max(given.tokens) > room:  # those of a larger step are not pushed
+        parser.error(f"argument --tokens: expected at most {room} with --tp {given.tp}, found {max(given.tokens)}")
     if torch.cuda.device_count() < given.tp:
         parser.error(f"argument --tp: expected at most the {torch.cuda.device_count()} GPUs of this machine")
     processes.spawn(work, (given, free_port()), given.tp)

@@ -1,0 +1,85 @@
+"""What launch/bench_rank_sums refuses, which sums a step has, and its report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.packaging.checkout import ROOT
+
+sys.path.append(str(ROOT / "launch"))  # its packages are imported by bare name
+from benchmarks import rank_sums
+from benchmarks.rank_sums import KINDS, Sums, line
+
+from nvfp4_sgl.targets.fused.exchange import lone_exchange
+from nvfp4_sgl.weights.parallel import Collective, TensorParallel
+
+
+@pytest.mark.parametrize(("tp", "most"), [(2, 512), (4, 128), (8, 64)])
+def test_steps_whose_parts_have_no_room_are_refused(
+    tp: int, most: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be reduced, under the name of pushed ones."""
+    started = list[Any]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: tp)
+    monkeypatch.setattr(rank_sums.processes, "spawn", lambda *given: started.append(given))
+    rank_sums.main(["--tp", str(tp), "--tokens", "1", str(most)])
+    assert len(started) == 1
+    with pytest.raises(SystemExit):
+        rank_sums.main(["--tp", str(tp), "--tokens", str(most + 1), "1"])
+    assert f"--tokens: expected at most {most} with --tp {tp}, found {most + 1}" in capsys.readouterr().err
+    assert len(started) == 1
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Stands for a decoder's context."""
+
+    parallel: TensorParallel
+
+
+class Communicator:
+    """Doubles what it is given, as the sum of two equal ranks; takes no more than four tokens."""
+
+    captures = 0
+
+    def custom_all_reduce(self, part: torch.Tensor) -> torch.Tensor | None:
+        return 2 * part if len(part) <= 4 else None
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self.captures += 1
+        yield
+
+
+def test_a_step_has_the_sums_of_its_kind() -> None:
+    reduced, exchange = Communicator(), lone_exchange(2, 8, torch.device("cpu"))
+    assert exchange is not None
+    sums, part = Sums(reduced, exchange), torch.ones(4, 8)
+    model: Any = SimpleNamespace(decoder=SimpleNamespace(context=Shared(TensorParallel(1, 2, sums))))
+    for kind, factor in zip(KINDS, (2, 2, 1), strict=True):
+        with sums.use(kind, model):
+            parallel = model.decoder.context.parallel
+            assert parallel.exchange is (exchange if kind == "pushed" else None)
+            # Of a place whose kernel does not push, too.
+            assert torch.equal(parallel.all_reduce(Collective.ATTENTION_OUTPUT, part), factor * part), kind
+            assert (parallel.rank, parallel.size) == (1, 2)
+    assert reduced.captures == 1
+    sums.use("all-reduce", model)
+    with pytest.raises(AssertionError, match="takes no"):
+        sums(Collective.EXPERT_OUTPUT, torch.ones(5, 8))
+
+
+def test_what_a_sum_adds() -> None:
+    """Medians, of all sums of a step."""
+    times = {"all-reduce": [130.0, 190.0, 140.0], "pushed": [110.0, 112.0, 90.0], "none": [100.0, 100.0, 101.0]}
+    said = line(16, times, 4)
+    assert said.startswith(" 16 requests: all-reduce 140.0 us (measurements differ by 60.0), 10.00 us a sum;")
+    assert "pushed 110.0 us (measurements differ by 22.0), 2.50 us a sum; no sums 100.0 us" in said
