@@ -234,12 +234,12 @@ def shared_exchange(width: int, device: torch.device) -> Exchange:
     """Room for the pushed parts of this model's short passes in the memory of all ranks, which all call this.
 
     Raises:
-        ConfigError: SGLang has found that a GPU cannot reach another one's memory.
+        ConfigError: SGLang has found that a GPU cannot reach another one's memory, or takes its older all-reduce.
     """
     if not parallel.reaches_peers():
         raise ConfigError(
-            f"{pushed_sums.SWITCH}=1: expected GPUs that reach each other's memory, found that SGLang's own all-reduce"
-            f" is off; unset {pushed_sums.SWITCH}, or set it to 0"
+            f"{pushed_sums.SWITCH}=1: expected GPUs that reach each other's memory by NVLink, found that SGLang's own"
+            f" all-reduce is off or its older one; unset {pushed_sums.SWITCH}, or set it to 0"
         )
     tokens = pushed_sums.capacity(parallel.tp_size(), width)
     return exchange_of(parallel.tp_rank(), shared_inboxes(parallel.tp_cpu_group(), tokens, width, device))

@@ -58,13 +58,30 @@ def test_what_stands_against_it(changed: dict[str, Any], words: str, monkeypatch
     pushed_sums.check_asked(**{**SERVER, **changed})
 
 
+def communicator(kind: str, **fields: Any) -> Any:
+    """SGLang's all-reduce of a kind, as far as it is asked."""
+    from sglang.srt.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+    from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
+
+    found: Any = object.__new__({"older": CustomAllreduce, "newer": CustomAllReduceV2}[kind])
+    vars(found).update(fields)
+    return found
+
+
 def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang finds out when its ranks meet, after the arguments are checked."""
-    for communicator in (None, SimpleNamespace(disabled=True)):
-        group = SimpleNamespace(ca_comm=communicator)
-        monkeypatch.setattr(parallel, "find", lambda name, group=group: lambda: group)
+    """SGLang finds out when its ranks meet, after the arguments are checked.
+
+    Its older all-reduce waits for nobody in passes before a capture, so it is no barrier between two sums of a slot.
+    """
+    group, find = SimpleNamespace(ca_comm=None), parallel.find
+    monkeypatch.setattr(parallel, "find", lambda name: (lambda: group) if name == "get_tp_group" else find(name))
+    for found in (None, communicator("newer", disabled=True), communicator("older", disabled=False, _ptr=0)):
+        group.ca_comm = found
+        assert not parallel.reaches_peers()
         with pytest.raises(ConfigError, match=f"{SWITCH}=1: expected GPUs that reach each other's memory"):
             model.shared_exchange(4096, torch.device("cpu"))
+    group.ca_comm = communicator("newer", disabled=False)
+    assert parallel.reaches_peers()
 
 
 def test_a_rank_s_share_has_the_inboxes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

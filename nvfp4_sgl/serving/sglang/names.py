@@ -132,6 +132,10 @@ NAMES = {
     "tensor_model_parallel_all_reduce": Private(
         "sglang.srt.distributed:tensor_model_parallel_all_reduce", "sum over TP ranks", "input_"
     ),
+    "CustomAllReduceV2": Private(
+        "sglang.srt.distributed.device_communicators.custom_all_reduce_v2:CustomAllReduceV2",
+        "an all-reduce that waits for all ranks in every pass; pushed sums need one",
+    ),
     "get_tp_group": Private(
         "sglang.srt.distributed:get_tp_group", "sums and rows of the TP ranks, divided by tokens; sampled tokens", ""
     ),

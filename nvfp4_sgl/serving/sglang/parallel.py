@@ -67,9 +67,12 @@ def tp_cpu_group() -> torch.distributed.ProcessGroup:
 
 
 def reaches_peers() -> bool:
-    """Whether SGLang's all-reduce reads and writes the memory of the other ranks' GPUs."""
+    """Whether SGLang's all-reduce goes through the memory of the other ranks' GPUs, and waits for them in every pass.
+
+    The one that it had before, and takes without NVLink, gives zeros at once in the passes that precede a capture.
+    """
     communicator = find("get_tp_group")().ca_comm
-    return communicator is not None and not communicator.disabled
+    return isinstance(communicator, find("CustomAllReduceV2")) and not communicator.disabled
 
 
 def tp_broadcast(tensor: Tensor) -> None:
