@@ -18,8 +18,9 @@ is missing is polled with ``ld.volatile``, which goes to memory each time.
 slot of sum n, in rank r's memory, after q's receiver of sum n + 1 has ended. That received r's part of sum n + 1, and
 r's sender of it began after r's receiver of sum n had ended, which left the slot empty: kernels of a rank run one after
 the other, each when the stores of those before it are in memory (:mod:`.overlap`). So q's values come to an empty slot,
-on every r, and no value is ever stored over another. One slot would not do: q would send for sum n + 1 after its own
-receiver of sum n, when r's may still wait.
+on every r, and no value is ever stored over another, if a sender stores each value once: a second time might be when
+r's receiver has emptied the place. One slot would not do: q would send for sum n + 1 after its own receiver of sum n,
+when r's may still wait.
 
 An all-reduce may take the place of a sum: no rank leaves it before all have come to it, and their receivers have ended.
 So after one either slot is free. In short, between two uses of a slot there must be a use of the other or an
