@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,26 @@ def test_a_step_has_the_sums_of_its_kind() -> None:
     sums.use("all-reduce", model)
     with pytest.raises(AssertionError, match="takes no"):
         sums(Collective.EXPERT_OUTPUT, torch.ones(5, 8))
+
+
+def test_sglang_s_all_reduce_is_made_outside_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's check of GPUs would ask for its group of all ranks, which a server alone forms."""
+    from sglang.srt.distributed.device_communicators import custom_all_reduce, custom_all_reduce_utils
+
+    class Made:
+        disabled = False
+
+        def __init__(self, group: Any, device: torch.device) -> None:
+            assert custom_all_reduce_utils.can_p2p(0, 2)
+
+    monkeypatch.setenv("SGLANG_SKIP_P2P_CHECK", "")
+    monkeypatch.delenv("SGLANG_SKIP_P2P_CHECK")
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: True)
+    monkeypatch.setattr(custom_all_reduce, "dispatch_custom_allreduce", lambda **given: Made)
+    group: Any = None
+    assert isinstance(rank_sums.communicator(group, torch.device("cuda", 0)), Made)
 
 
 def test_what_a_sum_adds() -> None:
