@@ -50,7 +50,14 @@ def describe_sums(model: DeepseekV4ForCausalLM) -> str:
         return "of one rank"
     if share.exchange is None:
         return "by SGLang's all-reduce"
-    return f"pushed for passes of up to {share.exchange.tokens} tokens, for others by SGLang's all-reduce"
+    assert model.decoder is not None
+    layers: list[Any] = [*model.decoder.layers]
+    sublayers = [sublayer for layer in layers for sublayer in (layer.attn, layer.ffn)]
+    pushed = sum(sublayer.sends for sublayer in sublayers)
+    return (
+        f"pushed by {pushed} of {len(sublayers)} sublayers in passes of up to {share.exchange.tokens} tokens, else by"
+        " SGLang's all-reduce"
+    )
 
 
 def describe_draft() -> str:

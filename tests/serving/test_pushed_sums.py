@@ -145,7 +145,8 @@ def test_every_part_has_a_place_in_every_rank_s_memory() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_server_says_how_it_sums(ranks: int) -> None:
     def said(share: TensorParallel) -> str:
-        served: Any = SimpleNamespace(context=SimpleNamespace(parallel=share))
+        layers = [SimpleNamespace(attn=SimpleNamespace(sends=n > 0), ffn=SimpleNamespace(sends=True)) for n in range(3)]
+        served: Any = SimpleNamespace(context=SimpleNamespace(parallel=share), decoder=SimpleNamespace(layers=layers))
         return runtime_info.describe_sums(served)
 
     plain = said(TensorParallel(0, ranks))
@@ -155,4 +156,5 @@ def test_the_server_says_how_it_sums(ranks: int) -> None:
         assert exchange is None
     else:
         tokens = {2: 512, 4: 128}[ranks]
-        assert said(TensorParallel(0, ranks, exchange=exchange)).startswith(f"pushed for passes of up to {tokens} tok")
+        words = f"pushed by 5 of 6 sublayers in passes of up to {tokens} tokens, else by SGLang's all-reduce"
+        assert said(TensorParallel(0, ranks, exchange=exchange)) == words

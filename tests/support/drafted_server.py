@@ -96,14 +96,18 @@ class Drafted:
 
 
 @contextmanager
-def drafted(folder: Path, draft: Draft, *flags: str) -> Iterator[Drafted]:
-    """A server on a tiny checkpoint with a draft, whose experts two ranks can share."""
+def drafted(folder: Path, draft: Draft, *flags: str, **variables: str) -> Iterator[Drafted]:
+    """A server on a tiny checkpoint with a draft, whose experts two ranks can share.
+
+    Args:
+        variables: added to its environment.
+    """
     (target,) = native.targets()
     shapes = {**SHAPES, "moe_intermediate_size": 128}
     checkpoint = native.write_checkpoint(target, folder / "tiny", seed=3, draft=draft.kind, **shapes)
     (folder / "planted").mkdir()
     guesses, pool = Guesses(folder / "planted"), ServerPool(folder)
-    environment = guesses.environment(FAULTS, "nan rows")
+    environment = {**guesses.environment(FAULTS, "nan rows"), **variables}
     with bf16_logprobs.references(checkpoint, capacity=1024, mode=native.MODES[target]) as references:
         try:
             server = pool(checkpoint, *FLAGS, *DRAFTED, *draft.flags, *flags, environment=environment)

@@ -258,6 +258,7 @@ def mapped_inboxes(sizes: Sizes, device: torch.device) -> list[Tensor]:
 
     here, ranks = dist.get_rank(), dist.get_world_size()
     shape = (SLOTS + 1, ranks, sizes.capacity, sizes.width)
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     own = symmetric.empty(*shape, dtype=torch.int16, device=device)
     world = dist.group.WORLD
     assert world is not None

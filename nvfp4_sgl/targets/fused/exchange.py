@@ -38,6 +38,7 @@ def shared_inboxes(group: dist.ProcessGroup, tokens: int, d: int, device: torch.
     shape = (SLOTS, ranks, tokens, d)
     own = symmetric.empty(*shape, dtype=torch.int16, device=device)
     shared = symmetric.rendezvous(own, group)
+    assert not shared.offset, "PyTorch gives each tensor an allocation of its own"
     own.copy_(empty_inbox(ranks, tokens, d, device))
     torch.cuda.synchronize(device)
     dist.barrier(group)  # nobody sends before every inbox is empty
