@@ -61,3 +61,7 @@ STREAMS, MAX_HIDDEN_SIZE = 4, 16384
 """Residual streams of a site, exactly so many, and values of each: a program holds a collapsed row in registers."""
 MIN_HC_EPS, MAX_HC_EPS = 1e-9, 1.0
 """``hc_eps`` of a site: fp32 holds four divisors of Sinkhorn multiplied (``hyper_connection/sinkhorn.py``)."""
+
+# Tensor-parallel ranks.
+PUSHING_RANKS = (2, 4, 8)
+"""Ranks whose kernels store parts of sums in one another's memory: a program adds a power of two of parts."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.limits import PUSHING_RANKS
 
 SWITCH = "NVFP4_SGL_PUSHED_SUMS"
 """Environment variable: 1 pushes parts of short passes, 0 leaves all sums to SGLang's all-reduce, as if unset."""
-RANKS = (2, 4, 8)
-"""Numbers of ranks that can push: a tile of the kernel that adds has a power of two."""
 TARGET = "sm_90a"
 """The target whose kernels push."""
 SENT_BYTES = 2**22
@@ -44,7 +43,7 @@ def check_asked(*, target: str, ranks: int, custom_all_reduce: bool, traces: boo
         return
     check_target(target)
     found = None
-    if ranks not in RANKS:
+    if ranks not in PUSHING_RANKS:
         found = f"--tp-size 2, 4 or 8, found {ranks}"
     elif not custom_all_reduce:
         found = "GPUs that reach each other's memory, found --disable-custom-all-reduce"
@@ -65,5 +64,5 @@ def capacity(ranks: int, d: int) -> int:
 
     A power of two, since kernels' variants change there.
     """
-    tokens = SENT_BYTES // (2 * d * (ranks - 1)) if ranks in RANKS else 0
+    tokens = SENT_BYTES // (2 * d * (ranks - 1)) if ranks in PUSHING_RANKS else 0
     return 1 << tokens.bit_length() - 1 if tokens else 0

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from nvfp4_sgl.limits import PUSHING_RANKS
+
 from ..common.shape import (
     ALIGNMENT,
     MAX_SPLIT_TILE,
@@ -66,7 +68,7 @@ MAX_CTAS = 3
 """Most CTAs that share an SM."""
 HOPPER_SPLITS = (1, 2, 3, 4, 8)
 """CTAs that may share the K of a tile. An H200 runs 30 clusters of four at a time."""
-COPIES = (0, 1, 3, 7)
+COPIES = (0, *(ranks - 1 for ranks in PUSHING_RANKS))
 """Tensors beside ``out`` that a kernel may write its result to: those of the other ranks of 2, 4 or 8."""
 MAX_CHUNK = 32
 """Tokens that the epilogue finishes at a time, at most."""

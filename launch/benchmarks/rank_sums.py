@@ -29,6 +29,7 @@ from benchmarks.profile_decoder import FLASH_CONTEXT, FLASH_PROMPT, each_us, nex
 from benchmarks.released import MODELS
 from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.captured import CapturedDecode
+from nvfp4_sgl.limits import PUSHING_RANKS
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat
@@ -168,7 +169,7 @@ def line(requests: int, times: Mapping[str, Sequence[float]], sums: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="launch/bench_rank_sums", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tp", type=int, choices=pushed_sums.RANKS, default=2, metavar="N", help="ranks, a GPU each")
+    parser.add_argument("--tp", type=int, choices=PUSHING_RANKS, default=2, metavar="N", help="ranks, a GPU each")
     parser.add_argument("--layers", type=LAYERS, default=8, help="the first of Flash")
     parser.add_argument("--tokens", nargs="+", type=AT_ONCE, default=[1, 16, 64], help="requests of a step")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")

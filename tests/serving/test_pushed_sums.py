@@ -11,7 +11,8 @@ import torch
 from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.pushed_sums import RANKS, SENT_BYTES, SWITCH, capacity
+from nvfp4_sgl.limits import PUSHING_RANKS
+from nvfp4_sgl.pushed_sums import SENT_BYTES, SWITCH, capacity
 from nvfp4_sgl.serving import model, runtime_info
 from nvfp4_sgl.serving.sglang import parallel
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
@@ -107,7 +108,7 @@ def test_a_rank_s_share_has_the_inboxes_of_all(monkeypatch: pytest.MonkeyPatch) 
     assert exchange.slots[Collective.EXPERT_OUTPUT].parts.data_ptr() == inboxes[1][1].data_ptr()
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", PUSHING_RANKS)
 @pytest.mark.parametrize("width", [4096, 7168, 2048])
 def test_capacity(ranks: int, width: int) -> None:
     """A power of two: with twice as many tokens a rank would send more than it may."""

@@ -56,14 +56,13 @@ from nvfp4_sgl.formats.checks import (
     require_same_device,
     require_shape,
 )
+from nvfp4_sgl.limits import PUSHING_RANKS
 
 from .rounding import INTERPRETED, round_to_bf16, widen
 
 EMPTY = tl.constexpr(-1)
 """The bits of a bf16 NaN, 0xFFFF, as int16: no value has come yet."""
 SLOTS = 2
-RANK_COUNTS = (2, 4, 8)
-"""Ranks of a sum."""
 SOME_ADDRESS = 1 << 40
 """Stands for the address of a tensor without memory: kernels are compiled for 64 bits."""
 
@@ -84,7 +83,7 @@ class Inbox:
         require_dtype(name, self.parts, torch.int16)
         require_dimensions(name, self.parts, 3, "[ranks, capacity, d]")
         ranks, capacity, _ = self.parts.shape
-        require_one_of(f"{name}: ranks", ranks, RANK_COUNTS)
+        require_one_of(f"{name}: ranks", ranks, PUSHING_RANKS)
         if capacity < tokens:
             raise OperandValueError(f"{name}: expected a capacity of at least {tokens} tokens, found {capacity}")
         require_shape(name, self.parts, (ranks, capacity, d), "[ranks, capacity, d]")

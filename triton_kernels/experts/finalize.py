@@ -29,8 +29,9 @@ from nvfp4_sgl.formats.checks import (
     require_same_device,
     require_shape,
 )
+from nvfp4_sgl.limits import PUSHING_RANKS
 
-from ..common.inbox import RANK_COUNTS, addresses, pointer
+from ..common.inbox import addresses, pointer
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for
@@ -132,7 +133,7 @@ def _check(
             require_dtype(f"{op}: {name}", tensor, torch.bfloat16, torch.float32)
             require_rows(f"{op}: {name}", tensor)
             require_same_device("destination", destination, **{f"{op}: {name}": tensor})
-    require_one_of(f"{op}: number of copies", len(copies), (0, *(ranks - 1 for ranks in RANK_COUNTS)))
+    require_one_of(f"{op}: number of copies", len(copies), (0, *(ranks - 1 for ranks in PUSHING_RANKS)))
     for number, copy in enumerate(copies):
         name = f"{op}: copy {number}"
         require_dtype(f"{op}: out", out, torch.bfloat16)
