@@ -39,8 +39,8 @@ from nvfp4_sgl.weights.parallel import Collective, Exchange, TensorParallel
 TURNS, STEPS = 6, 40
 """Measurements of each kind of sums, one after the other, and steps of a measurement."""
 KINDS = ("all-reduce", "pushed", "none")
-SUMS = 2
-"""Of a layer."""
+SUMS_OF_A_LAYER = 2
+"""A sum for attention, and one for the experts."""
 
 
 @dataclass
@@ -149,7 +149,7 @@ def work(rank: int, given: argparse.Namespace, port: int) -> None:
     for requests in given.tokens:
         found[requests] = measure(model, sums, requests)
         if rank == 0:
-            print(line(requests, found[requests], SUMS * given.layers), flush=True)
+            print(line(requests, found[requests], SUMS_OF_A_LAYER * given.layers), flush=True)
     if rank == 0 and given.output is not None:
         given.output.write_text(json.dumps({"ranks": ranks, "layers": given.layers, "us": found}, indent=1))
     dist.barrier()

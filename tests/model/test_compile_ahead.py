@@ -430,7 +430,7 @@ def test_no_pass_launches_what_the_warm_up_does_not(
 def test_no_pass_of_a_rank_that_pushes_launches_what_the_warm_up_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of GEMMs: passes up to the inboxes' capacity store copies, longer ones do not."""
+    """GEMMs of passes up to the inboxes' capacity store copies, those of longer passes do not."""
     path = native.write_checkpoint("sm_90a", tmp_path, seed=11, num_attention_heads=4, moe_intermediate_size=128)
     width = verify(path).config.hidden_size
     monkeypatch.setattr(pushed_sums, "SENT_BYTES", 2 * width * PUSHED)

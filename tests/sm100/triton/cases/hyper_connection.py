@@ -92,7 +92,7 @@ def last_collapse_that_adds_four_parts() -> Outputs:
 
 @case("site_kernel", bounds=NEAR)
 def site_that_adds_in_several_steps() -> Outputs:
-    """Of a pipelined loop; eight values a thread."""
+    """The loop is pipelined, and a thread has eight values."""
     torch.manual_seed(11)
     tiling = replace(tilings.choose_tiling(64), programs=2, span=64)
     with mock.patch.object(tilings, "TILINGS", ((None, tiling),)):
