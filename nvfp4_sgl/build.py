@@ -30,7 +30,7 @@ from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.model.dspark import DsparkDraft
 from nvfp4_sgl.model.mtp import MtpDraft
 from nvfp4_sgl.ops.modes import ActivationMode
-from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS
+from nvfp4_sgl.sglang_defaults import CHUNK, REQUESTS, triton_cache
 from nvfp4_sgl.synthetic.dummy import DummyReader
 from nvfp4_sgl.targets.choose import choose, mode_of
 from nvfp4_sgl.targets.fused import compile_ahead
@@ -57,6 +57,8 @@ class Serving:
         mode: ``activation_mode``; ``None`` for that of config.json, or else the target's default.
         round_tokens: ``--speculative-num-draft-tokens``, tokens of a request in a pass that verifies the bundled draft;
             0 if nothing is drafted.
+        pushed_sums: whether ranks push parts of sums; ``None`` as the environment says, of GPUs that reach each other's
+            memory.
     """
 
     ranks: int
@@ -66,6 +68,7 @@ class Serving:
     uniform_experts: bool = False
     mode: ActivationMode | None = None
     round_tokens: int = 0
+    pushed_sums: bool | None = None
 
     @property
     def rings(self) -> Rings:
@@ -102,7 +105,7 @@ def build(
     variants = list(dict.fromkeys(variant for _, more in found for variant in more))
     # A library for each number of ranks and for a draft, as servers look for them; one for all where a folder is given.
     libraries = [keys for keys, _ in found] if output is None else [[key for keys, _ in found for key in keys]]
-    with ahead.cached_in(None if output is None else output / compile_ahead.TRITON_FOLDER):
+    with ahead.cached_in(triton_cache() if output is None else output / compile_ahead.TRITON_FOLDER):
         for keys in libraries:
             unique = sorted(set(keys), key=lambda key: key.name)
             folder = output or compile_ahead.folder_of(unique, given)
@@ -176,16 +179,18 @@ def _without_storage(
             META,
             torch.bfloat16,
             choice.mode,
-            share_of(setting.ranks, config.hidden_size),
+            share_of(setting, config.hidden_size, target),
             setting.uniform_experts,
         )
         return find(context)
 
 
-def share_of(ranks: int, width: int) -> TensorParallel:
-    """The share of one of ``ranks`` ranks of a server with this environment."""
-    rank = lone_rank(ranks)
-    return replace(rank, exchange=lone_exchange(ranks, width, META)) if pushed_sums.asked() else rank
+def share_of(setting: Serving, width: int, target: str) -> TensorParallel:
+    """The share of one rank of a server."""
+    rank, pushes = lone_rank(setting.ranks), setting.pushed_sums
+    if pushes is None:
+        pushes = pushed_sums.planned(target=target, ranks=setting.ranks)
+    return replace(rank, exchange=lone_exchange(setting.ranks, width, META)) if pushes else rank
 
 
 def _needed(model: Decoder | MtpDraft | DsparkDraft, context: Context, setting: Serving) -> Needed:

@@ -8,16 +8,19 @@ from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.limits import PUSHING_RANKS
 
 SWITCH = "NVFP4_SGL_PUSHED_SUMS"
-"""Environment variable: 1 pushes parts of short passes, 0 leaves all sums to SGLang's all-reduce, as if unset."""
+"""Environment variable: 1 insists that parts of short passes are pushed, 0 leaves all sums to SGLang's all-reduce.
+Unset, they are pushed where that has been measured and nothing stands against it."""
 TARGET = "sm_90a"
 """The target whose kernels push."""
-SENT_BYTES = 2**22
-"""Most bytes that a rank sends at a time: 512 tokens of 4096 values to one other rank. Every rank sends its whole part
-to every other; a collective in two steps moves less from some size on. Which size is best has not been measured."""
+RANKS_BY_DEFAULT = (2,)
+"""Numbers of ranks that push without being asked: those that have run on GPUs."""
+MOST_TOKENS = 32
+"""Tokens of the largest pass whose parts are pushed; a power of two, since kernels' variants change there. On two H200s
+a step gained 4 % with 1 request, 2 % with 16 and nothing with 64 or more (launch/results/hopper_step_h200.md)."""
 
 
-def asked() -> bool:
-    """Whether :data:`SWITCH` is set.
+def asked() -> bool | None:
+    """The value of :data:`SWITCH`; ``None`` if it is not set.
 
     Raises:
         ConfigError: it is neither 0 nor 1.
@@ -25,11 +28,11 @@ def asked() -> bool:
     given = os.environ.get(SWITCH, "")
     if given not in ("", "0", "1"):
         raise ConfigError(f"{SWITCH}: expected 0 or 1, found {given!r}; correct it, or unset it")
-    return given == "1"
+    return None if not given else given == "1"
 
 
 def check_asked(*, target: str, ranks: int, custom_all_reduce: bool, traces: bool) -> None:
-    """Refuse a wrong value of :data:`SWITCH`, and pushed sums that something stands against.
+    """Refuse a wrong value of :data:`SWITCH`, and pushed sums that are insisted on where something stands against them.
 
     Args:
         target: of the server. ranks: its ``--tp-size``.
@@ -54,15 +57,24 @@ def check_asked(*, target: str, ranks: int, custom_all_reduce: bool, traces: boo
 
 
 def check_target(target: str) -> None:
-    """:class:`ConfigError` if pushed sums are asked for and ``target`` has none."""
+    """:class:`ConfigError` if pushed sums are insisted on and ``target`` has none."""
     if asked() and target != TARGET:
         raise ConfigError(f"{SWITCH}=1: expected a server for {TARGET}, found {target}; unset {SWITCH}, or set it to 0")
 
 
-def capacity(ranks: int, d: int) -> int:
-    """Tokens of the largest pass whose parts of ``d`` bf16 values are pushed: a power of two; 0 if none are.
+def planned(*, target: str, ranks: int, traces: bool = False) -> bool:
+    """Whether a server with this environment pushes parts of sums if its GPUs reach each other's memory.
 
-    A power of two, since kernels' variants change there.
+    Args:
+        target: of the server. ranks: its ``--tp-size``. traces: whether sublayers' outputs are recorded.
+
+    Raises:
+        ConfigError: as :func:`asked`.
     """
-    tokens = SENT_BYTES // (2 * d * (ranks - 1)) if ranks in PUSHING_RANKS else 0
-    return 1 << tokens.bit_length() - 1 if tokens else 0
+    found = asked()
+    return target == TARGET and ranks in RANKS_BY_DEFAULT and not traces if found is None else found
+
+
+def capacity(ranks: int) -> int:
+    """Tokens of the largest pass whose parts are pushed; 0 if so many ranks push none."""
+    return MOST_TOKENS if ranks in PUSHING_RANKS else 0

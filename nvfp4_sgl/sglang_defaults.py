@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 REQUESTS, CHUNK = 256, 8192
@@ -30,3 +32,12 @@ float32 because the CPU path is the reference; small pools because rows are exac
 CPU_SWA_RATIO = 0.5
 """Window rows for each token of capacity. SGLang's 0.1 suits pools of millions of tokens. A request holds up to two
 256-token window pages, so the 16 requests and 16384 tokens of :data:`CPU_DEFAULTS` need one half."""
+
+
+def triton_cache() -> Path:
+    """Where Triton keeps compiled kernels in a server with this environment: SGLang moves them below its own cache."""
+    given = os.environ.get("TRITON_CACHE_DIR")
+    if given is not None:
+        return Path(given)
+    base = os.environ.get("SGLANG_CACHE_DIR", "~/.cache/sglang")
+    return Path(base).expanduser() / "triton"

@@ -222,11 +222,10 @@ def targeting(capability: int, processors: int) -> Iterator[None]:
 
 
 @contextmanager
-def cached_in(folder: Path | None) -> Iterator[None]:
-    """Let Triton's cache be in ``folder``; where it is, if ``None``."""
+def cached_in(folder: Path) -> Iterator[None]:
+    """Let Triton's cache be in ``folder``."""
     before = triton.knobs.cache.dir
-    if folder is not None:
-        triton.knobs.cache.dir = str(folder)
+    triton.knobs.cache.dir = str(folder)
     try:
         yield
     finally:

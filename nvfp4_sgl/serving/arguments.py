@@ -37,7 +37,7 @@ from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import OFF
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.ledger import find
-from nvfp4_sgl.serving.trace import TRACE
+from nvfp4_sgl.serving.trace import is_traced
 from nvfp4_sgl.sglang_defaults import CPU_SWA_RATIO
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.targets import requirements
@@ -154,7 +154,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         target=detect_target(),
         ranks=given["tp_size"],
         custom_all_reduce=not given["disable_custom_all_reduce"],
-        traces=bool(os.environ.get(TRACE)),
+        traces=is_traced(),
     )
     for name in OTHER_FRONT_ENDS:
         if os.environ.get(name, "0").lower() not in ("", "0", "false"):

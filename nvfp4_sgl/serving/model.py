@@ -33,7 +33,7 @@ from nvfp4_sgl.serving.loading import LoadedOnce
 from nvfp4_sgl.serving.memory import forecast_here
 from nvfp4_sgl.serving.sglang import parallel, settings
 from nvfp4_sgl.serving.sglang.ledger import find
-from nvfp4_sgl.serving.trace import check_trace, recorder
+from nvfp4_sgl.serving.trace import check_trace, is_traced, recorder
 from nvfp4_sgl.targets.choose import Choice
 from nvfp4_sgl.targets.fused.exchange import exchange_of, shared_inboxes
 from nvfp4_sgl.tracing.record import Recorder
@@ -61,7 +61,8 @@ class DeepseekV4ForCausalLM(LoadedOnce):
         if parallel.tp_rank() == 0:
             serving = self.memory.setting
             sizes = (serving.ranks, serving.context, serving.requests, serving.chunk)
-            setting = Serving(*sizes, self.uniform_experts, self.activation_mode, serving.round_tokens)
+            pushes, mode = pushes_sums(self.choice.target), self.activation_mode
+            setting = Serving(*sizes, self.uniform_experts, mode, serving.round_tokens, pushes)
             start_compiling(self.verified, self.choice.target, setting)
         self.embed = find("VocabParallelEmbedding")(self.model_config.vocab_size, self.model_config.hidden_size)
         self.head = find("ParallelLMHead")(self.model_config.vocab_size, self.model_config.hidden_size)
@@ -225,23 +226,31 @@ def rank_context(
 ) -> Context:
     """The context of this rank's modules, on the device and in the dtype of ``like``."""
     ranks = SequenceParallel(reduce_scatter, parallel.tp_all_gather)
-    exchange = shared_exchange(config.hidden_size, like.device) if pushed_sums.asked() else None
+    exchange = shared_exchange(config.hidden_size, like.device) if pushes_sums(choice.target) else None
     share = TensorParallel(parallel.tp_rank(), parallel.tp_size(), all_reduce, ranks, exchange)
     return Context(reader, config, choice.boundaries, like.device, like.dtype, choice.mode, share, uniform_experts)
 
 
-def shared_exchange(width: int, device: torch.device) -> Exchange:
-    """Room for the pushed parts of this model's short passes in the memory of all ranks, which all call this.
+def pushes_sums(target: str) -> bool:
+    """Whether this server's ranks push parts of short passes' sums; by SGLang's all-reduce they are formed otherwise.
 
     Raises:
-        ConfigError: SGLang has found that a GPU cannot reach another one's memory, or takes its older all-reduce.
+        ConfigError: the environment insists on it, and SGLang has found that a GPU cannot reach another one's memory,
+            or takes its older all-reduce.
     """
-    if not parallel.reaches_peers():
+    if not pushed_sums.planned(target=target, ranks=parallel.tp_size(), traces=is_traced()):
+        return False
+    if pushed_sums.asked() and not parallel.reaches_peers():
         raise ConfigError(
             f"{pushed_sums.SWITCH}=1: expected GPUs that reach each other's memory by NVLink, found that SGLang's own"
             f" all-reduce is off or its older one; unset {pushed_sums.SWITCH}, or set it to 0"
         )
-    tokens = pushed_sums.capacity(parallel.tp_size(), width)
+    return parallel.reaches_peers()
+
+
+def shared_exchange(width: int, device: torch.device) -> Exchange:
+    """Room for the pushed parts of this model's short passes in the memory of all ranks, which all call this."""
+    tokens = pushed_sums.capacity(parallel.tp_size())
     return exchange_of(parallel.tp_rank(), shared_inboxes(parallel.tp_cpu_group(), tokens, width, device))
 
 

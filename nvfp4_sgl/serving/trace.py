@@ -23,6 +23,11 @@ MAX_HEADER_BYTES = 2**16
 """More than a record's first line has."""
 
 
+def is_traced() -> bool:
+    """Whether the environment asks for a record of passes."""
+    return bool(os.environ.get(TRACE))
+
+
 def check_trace() -> None:
     """Refuse, before weights are loaded, what cannot be recorded.
 
@@ -30,7 +35,7 @@ def check_trace() -> None:
         ConfigError: CUDA graphs are on, whose replays no tap sees; the number of passes is none; the file holds passes
             or something else already, or cannot be made.
     """
-    if not os.environ.get(TRACE):
+    if not is_traced():
         return
     _passes()
     if torch.cuda.is_available() and not settings.has_no_graphs():
@@ -61,7 +66,7 @@ def _is_header(line: bytes) -> bool:
 
 def recorder(decoder: Decoder, target: str, mode: str) -> Recorder | None:
     """The recorder of this rank's passes; ``None`` if nothing is recorded."""
-    if not os.environ.get(TRACE):
+    if not is_traced():
         return None
     about = {"target": target, "mode": mode, "rank": parallel.tp_rank(), "ranks": parallel.tp_size()}
     return Recorder(decoder, _file(), _passes(), about)

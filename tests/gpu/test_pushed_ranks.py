@@ -34,19 +34,19 @@ def test_pushed_sums_give_the_values_of_an_all_reduce(stored: str, pushed: int, 
     shapes = {**SHAPES, "moe_intermediate_size": 128}  # a rank's share is 64
     checkpoint, flags = tmp_path / "tiny", (*FLAGS, "--tp-size", "2")
     write_tiny(checkpoint, stored, seed=3, **shapes)
-    pushing = serve(checkpoint, *flags, environment={SWITCH: "1"})
+    pushing = serve(checkpoint, *flags)
     assert pushing.info()["rank_sums"].startswith(f"pushed by {pushed} of {2 * LAYERS} sublayers")
     found = outputs(pushing)
-    reduced = serve(checkpoint, *flags)
+    reduced = serve(checkpoint, *flags, environment={SWITCH: "0"})
     assert reduced.info()["rank_sums"] == "by SGLang's all-reduce"
     assert outputs(reduced) == found
-    assert outputs(serve(checkpoint, *flags, "--disable-cuda-graph", environment={SWITCH: "1"})) == found
+    assert outputs(serve(checkpoint, *flags, "--disable-cuda-graph")) == found
 
 
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=[*DRAFTS])
 def test_rounds_of_drafts(draft: drafted_server.Draft, tmp_path: Path):
     """The target and its draft each push; verify passes, too."""
-    with drafted_server.drafted(tmp_path, draft, "--tp-size", "2", **{SWITCH: "1"}) as drafted:
+    with drafted_server.drafted(tmp_path, draft, "--tp-size", "2") as drafted:
         drafted_server.check_graphs(drafted)
         drafted_server.check_guesses(drafted)
         drafted_server.check_crowd(drafted)

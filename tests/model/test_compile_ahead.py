@@ -433,8 +433,7 @@ def test_no_pass_of_a_rank_that_pushes_launches_what_the_warm_up_does_not(
     """GEMMs of passes up to the inboxes' capacity store copies, those of longer passes do not."""
     path = native.write_checkpoint("sm_90a", tmp_path, seed=11, num_attention_heads=4, moe_intermediate_size=128)
     width = verify(path).config.hidden_size
-    monkeypatch.setattr(pushed_sums, "SENT_BYTES", 2 * width * PUSHED)
-    monkeypatch.setenv(pushed_sums.SWITCH, "1")
+    monkeypatch.setattr(pushed_sums, "MOST_TOKENS", PUSHED)
     share = replace(lone_rank(2), exchange=lone_exchange(2, width, torch.device("cpu")))
     cpu = OnTheCpu(path, "sm_90a", parallel=share)
     for count in (1, PUSHED, PUSHED + 1, CAPACITY):
@@ -574,6 +573,20 @@ def test_a_server_compiles_nothing_that_was_built_ahead(
     with pytest.raises(FileNotFoundError):  # what was not compiled is not there to be linked
         build.build(verified, "sm_90a", [setting], given=out)
     assert [set(job.tasks) for job in jobs] == [set(keys)]
+
+
+def test_what_is_built_for_this_machine_is_where_its_servers_look(
+    verified: Verified, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang moves Triton's cache when it is imported; a build does not import it."""
+    looked: list[str] = []
+    monkeypatch.setattr(build, "needed", lambda *given: ([], []))
+    monkeypatch.setattr(compile_ahead, "compile_missing", lambda *given: looked.append(triton.knobs.cache.dir))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
+    build.build(verified, "sm_90a", [Serving(1, 512)])
+    build.build(verified, "sm_90a", [Serving(1, 512)], tmp_path / "out")
+    assert looked == [str(tmp_path / "triton"), str(tmp_path / "out" / compile_ahead.TRITON_FOLDER)]
 
 
 def test_build_asks_for_a_target_where_no_gpu_is(

@@ -66,7 +66,7 @@ class DryServer:
         with launcher.use(self._launcher), ahead.targeting(self.gpu.capability, self.gpu.processors), torch.no_grad():
             context = Context(
                 DummyReader(checkpoint.inventory, META), config, choice.boundaries, META, torch.bfloat16, choice.mode,
-                build.share_of(setting.ranks, config.hidden_size), setting.uniform_experts,
+                build.share_of(setting, config.hidden_size, target), setting.uniform_experts,
             )  # fmt: skip
             before = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
@@ -171,6 +171,7 @@ def test_nothing_is_compiled_once_a_server_that_pushes_sums_is_warm(
 ) -> None:
     """Passes that fit its inboxes push, others do not; both come."""
     setting = Serving(ranks, 4096, 64, 8192)
+    monkeypatch.setenv(pushed_sums.SWITCH, "0")
     reducing = DryServer(verified("flash"), "sm_90a", setting)
     monkeypatch.setenv(pushed_sums.SWITCH, "1")
     pushing = DryServer(verified("flash"), "sm_90a", setting)

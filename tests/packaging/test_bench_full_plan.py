@@ -246,7 +246,7 @@ def test_results_of_other_conditions_are_not_mixed(
     monkeypatch.setenv(pushed_sums.SWITCH, "1")
     with pytest.raises(SystemExit):
         call()
-    assert f"holds results of another run: {pushed_sums.SWITCH}: expected True, found False" in capsys.readouterr().err
+    assert f"holds results of another run: {pushed_sums.SWITCH}: expected True, found None" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         call("--fresh")
     assert "expected a new .json file, found one of another run" in capsys.readouterr().err

@@ -23,22 +23,6 @@ from nvfp4_sgl.targets.fused.exchange import lone_exchange
 from nvfp4_sgl.weights.parallel import Collective, TensorParallel
 
 
-@pytest.mark.parametrize(("tp", "most"), [(2, 512), (4, 128), (8, 64)])
-def test_steps_whose_parts_have_no_room_are_refused(
-    tp: int, most: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They would be reduced, under the name of pushed ones."""
-    started = list[Any]()
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: tp)
-    monkeypatch.setattr(rank_sums.processes, "spawn", lambda *given: started.append(given))
-    rank_sums.main(["--tp", str(tp), "--tokens", "1", str(most)])
-    assert len(started) == 1
-    with pytest.raises(SystemExit):
-        rank_sums.main(["--tp", str(tp), "--tokens", str(most + 1), "1"])
-    assert f"--tokens: expected at most {most} with --tp {tp}, found {most + 1}" in capsys.readouterr().err
-    assert len(started) == 1
-
-
 @dataclass(frozen=True)
 class Shared:
     """Stands for a decoder's context."""
@@ -64,10 +48,12 @@ def test_a_step_has_the_sums_of_its_kind() -> None:
     reduced, exchange = Communicator(), lone_exchange(2, 8, torch.device("cpu"))
     assert exchange is not None
     sums, part = Sums(reduced, exchange), torch.ones(4, 8)
-    model: Any = SimpleNamespace(decoder=SimpleNamespace(context=Shared(TensorParallel(1, 2, sums))))
+    context = Shared(TensorParallel(1, 2, sums))
+    model: Any = SimpleNamespace(decoder=SimpleNamespace(context=context), planner=SimpleNamespace(context=context))
     for kind, factor in zip(KINDS, (2, 2, 1), strict=True):
         with sums.use(kind, model):
             parallel = model.decoder.context.parallel
+            assert model.planner.context.parallel is parallel
             assert parallel.exchange is (exchange if kind == "pushed" else None)
             # Of a place whose kernel does not push, too.
             assert torch.equal(parallel.all_reduce(Collective.ATTENTION_OUTPUT, part), factor * part), kind

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from nvfp4_sgl import pushed_sums
+from nvfp4_sgl.build import Serving, share_of
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.limits import PUSHING_RANKS
-from nvfp4_sgl.pushed_sums import SENT_BYTES, SWITCH, capacity
+from nvfp4_sgl.pushed_sums import SWITCH, capacity
 from nvfp4_sgl.serving import model, runtime_info
 from nvfp4_sgl.serving.sglang import parallel
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
@@ -25,13 +26,14 @@ SERVER: dict[str, Any] = {"target": "sm_90a", "ranks": 2, "custom_all_reduce": T
 """A server that can push."""
 
 
-@pytest.mark.parametrize(("given", "found"), [(None, False), ("", False), ("0", False), ("1", True)])
-def test_the_switch(given: str | None, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("given", "found"), [(None, None), ("", None), ("0", False), ("1", True)])
+def test_the_switch(given: str | None, found: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
     if given is not None:
         monkeypatch.setenv(SWITCH, given)
     assert pushed_sums.asked() is found
     pushed_sums.check_asked(**SERVER)
+    assert pushed_sums.planned(target="sm_90a", ranks=2) is (found is not False)
 
 
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +61,31 @@ def test_what_stands_against_it(changed: dict[str, Any], words: str, monkeypatch
     pushed_sums.check_asked(**{**SERVER, **changed})
 
 
+@pytest.mark.parametrize(
+    "changed", [{"target": "sm_100a"}, {"target": "cpu"}, {"ranks": 1}, {"ranks": 4}, {"ranks": 16}, {"traces": True}]
+)
+def test_what_is_not_done_without_being_asked(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More ranks than two have not run on GPUs; what cannot be done is left out, and refused if it is insisted on."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    given: dict[str, Any] = {"target": "sm_90a", "ranks": 2, **changed}
+    assert not pushed_sums.planned(**given)
+    monkeypatch.setenv(SWITCH, "1")
+    assert pushed_sums.planned(target="sm_90a", ranks=4)
+
+
+def test_kernels_are_built_for_the_sums_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server, which knows its GPUs, says so; without one the environment does."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    for setting, target, pushes in (
+        (Serving(2, 512), "sm_90a", True),
+        (Serving(2, 512, pushed_sums=False), "sm_90a", False),
+        (Serving(4, 512), "sm_90a", False),
+        (Serving(4, 512, pushed_sums=True), "sm_90a", True),
+        (Serving(2, 512), "sm_100a", False),
+    ):
+        assert (share_of(setting, 4096, target).exchange is not None) is pushes, (setting, target)
+
+
 def communicator(kind: str, **fields: Any) -> Any:
     """SGLang's all-reduce of a kind, as far as it is asked."""
     from sglang.srt.distributed.device_communicators.custom_all_reduce import CustomAllreduce
@@ -75,18 +102,24 @@ def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     Its older all-reduce waits for nobody in passes before a capture, so it is no barrier between two sums of a slot.
     """
     group, find = SimpleNamespace(ca_comm=None), parallel.find
+    monkeypatch.setattr(parallel, "tp_size", lambda: 2)
     monkeypatch.setattr(parallel, "find", lambda name: (lambda: group) if name == "get_tp_group" else find(name))
     for found in (None, communicator("newer", disabled=True), communicator("older", disabled=False, _ptr=0)):
         group.ca_comm = found
         assert not parallel.reaches_peers()
+        monkeypatch.setenv(SWITCH, "1")
         with pytest.raises(ConfigError, match=f"{SWITCH}=1: expected GPUs that reach each other's memory"):
-            model.shared_exchange(4096, torch.device("cpu"))
+            model.pushes_sums("sm_90a")
+        monkeypatch.delenv(SWITCH)
+        assert not model.pushes_sums("sm_90a")
     group.ca_comm = communicator("newer", disabled=False)
-    assert parallel.reaches_peers()
+    assert parallel.reaches_peers() and model.pushes_sums("sm_90a")
+    monkeypatch.setenv(SWITCH, "0")
+    assert not model.pushes_sums("sm_90a")
 
 
 def test_a_rank_s_share_has_the_inboxes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only if it is asked for; sized by the model's width."""
+    """Unless it is switched off; sized by the model's width."""
     config = ModelConfig.from_dict(tiny_config(TinyFormat.NVFP4_FULL, {}))
     inboxes, asked = list[torch.Tensor](), list[tuple[Any, ...]]()
 
@@ -98,27 +131,21 @@ def test_a_rank_s_share_has_the_inboxes_of_all(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(model, "shared_inboxes", shared)
     for name, value in {"tp_rank": 1, "tp_size": 2, "tp_cpu_group": "group", "reaches_peers": True}.items():
         monkeypatch.setattr(parallel, name, lambda value=value: value)
-    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv(SWITCH, "0")
     given: Any = (None, config, choose("sm_90a"), torch.empty(0, dtype=torch.bfloat16), False)
     assert model.rank_context(*given).parallel.exchange is None and not asked
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.delenv(SWITCH)
     exchange = model.rank_context(*given).parallel.exchange
-    assert asked == [("group", capacity(2, config.hidden_size), config.hidden_size, torch.device("cpu"))]
-    assert exchange is not None and exchange.tokens == capacity(2, config.hidden_size)
+    assert asked == [("group", capacity(2), config.hidden_size, torch.device("cpu"))]
+    assert exchange is not None and exchange.tokens == capacity(2)
     assert exchange.slots[Collective.EXPERT_OUTPUT].parts.data_ptr() == inboxes[1][1].data_ptr()
 
 
-@pytest.mark.parametrize("ranks", PUSHING_RANKS)
-@pytest.mark.parametrize("width", [4096, 7168, 2048])
-def test_capacity(ranks: int, width: int) -> None:
-    """A power of two: with twice as many tokens a rank would send more than it may."""
-    tokens = capacity(ranks, width)
-    assert tokens & (tokens - 1) == 0
-    assert tokens * 2 * width * (ranks - 1) <= SENT_BYTES < 2 * tokens * 2 * width * (ranks - 1)
-
-
-def test_no_capacity() -> None:
-    assert capacity(3, 4096) == capacity(1, 4096) == 0 == capacity(2, SENT_BYTES)
+def test_capacity() -> None:
+    """A power of two, for which kernels are compiled."""
+    tokens = {capacity(ranks) for ranks in PUSHING_RANKS}
+    assert tokens == {32}
+    assert capacity(3) == capacity(1) == 0
     assert lone_exchange(3, 4096, torch.device("meta")) is None
 
 
@@ -156,6 +183,5 @@ def test_the_server_says_how_it_sums(ranks: int) -> None:
     if ranks == 1:
         assert exchange is None
     else:
-        tokens = {2: 512, 4: 128}[ranks]
-        words = f"pushed by 5 of 6 sublayers in passes of up to {tokens} tokens, else by SGLang's all-reduce"
+        words = "pushed by 5 of 6 sublayers in passes of up to 32 tokens, else by SGLang's all-reduce"
         assert said(TensorParallel(0, ranks, exchange=exchange)) == words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pkgutil import resolve_name
 from typing import Any
@@ -15,7 +16,7 @@ from nvfp4_sgl.serving import arguments, kv_pool
 from nvfp4_sgl.serving.sglang import ledger, settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.serving.sglang.private import Private
-from nvfp4_sgl.sglang_defaults import CPU_DEFAULTS
+from nvfp4_sgl.sglang_defaults import CPU_DEFAULTS, triton_cache
 from tests.packaging.checkout import ROOT
 
 
@@ -23,6 +24,23 @@ from tests.packaging.checkout import ROOT
 def unset() -> dict[str, Any]:
     """Every argument of SGLang as it is when no flag is given."""
     return settings.unset_arguments()
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"SGLANG_CACHE_DIR": "~/kernels"}, {"SGLANG_CACHE_DIR": "/a", "TRITON_CACHE_DIR": "/b"}], ids=str
+)
+def test_triton_s_cache_is_where_sglang_puts_it(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import environ
+
+    for name in environ.third_party_cache_defaults():
+        monkeypatch.setenv(name, "restored afterwards")
+    for name in ("SGLANG_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = triton_cache()
+    environ.redirect_third_party_caches()
+    assert str(found) == os.environ["TRITON_CACHE_DIR"]
 
 
 def test_the_ledger_says_what_sglang_has() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.errors import OperandError
+from nvfp4_sgl.limits import PUSHING_RANKS
 from nvfp4_sgl.pushed_sums import capacity
 from nvfp4_sgl.triton_kernels.common.inbox import EMPTY, SLOTS, Inbox, empty_inbox
 from nvfp4_sgl.triton_kernels.experts.finalize import finalize
@@ -196,7 +197,7 @@ def test_no_other_inbox_is_taken(parts: Tensor, words: str) -> None:
 
 def launches() -> None:
     pro = [(1, 2, 24), (1, 8, 24), (1, 4, 4), (64, 2, 24), (64, 4, 24), (64, 8, 4)]
-    flash = [(capacity(ranks, FLASH), ranks, 24) for ranks in (2, 4, 8)]
+    flash = [(capacity(ranks), ranks, 24) for ranks in PUSHING_RANKS]
     for tokens, ranks, rows, d in [(*case, PRO) for case in pro] + [(*case, FLASH) for case in flash]:
         head = rows == 4
         fn, norm = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((3, rows, 4 * d), (d,)))

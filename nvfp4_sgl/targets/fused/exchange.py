@@ -50,7 +50,7 @@ def lone_exchange(ranks: int, d: int, device: torch.device) -> Exchange | None:
 
     It launches what a rank launches, and waits for nobody.
     """
-    tokens = capacity(ranks, d)
+    tokens = capacity(ranks)
     if not tokens:
         return None
     slots = {}

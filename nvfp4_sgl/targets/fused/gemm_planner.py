@@ -97,19 +97,10 @@ class GemmPlanner(FusedPlanner):
     @torch.no_grad()
     def warm_up(self, decoder: Decoder | MtpDraft | DsparkDraft, table: Tensor, tokens: int) -> None:
         """Compile what is missing; run every GEMM, then every pass; then refuse to compile."""
-        device, runner = self.context.device, launcher.current()
+        runner = launcher.current()
         if isinstance(runner, launcher.CudaLauncher):
-            given, keys = given_folder(), self.gemms(tokens)
-            if given is not None:
-                adopt_given(given)
-            folder = folder_of(keys, given)
-            major, minor = torch.cuda.get_device_capability(device)
-            compile_missing(keys, self.triton_variants(decoder, table, tokens), folder, 10 * major + minor)
-            if keys:
-                runner.kernels.add(Library(folder))
-        else:
-            keys = self.gemms(tokens)
-        warm_up_gemms(keys, device)
+            self.compile_missing(decoder, table, tokens)
+        warm_up_gemms(self.gemms(tokens), self.context.device)
         with ahead.compiled_here() as late:
             super().warm_up(decoder, table, tokens)
         if late:
@@ -118,6 +109,21 @@ class GemmPlanner(FusedPlanner):
                 " find them in %s: %s", len(late), triton.knobs.cache.dir, dict(Counter(late)),
             )  # fmt: skip
         runner.freeze()
+
+    def compile_missing(self, decoder: Decoder | MtpDraft | DsparkDraft, table: Tensor, tokens: int) -> None:
+        """Compile in parallel what passes of up to ``tokens`` tokens need and no cache holds; load the GEMMs.
+
+        Ranks that share a cache share what is compiled.
+        """
+        given, keys, runner = given_folder(), self.gemms(tokens), launcher.current()
+        assert isinstance(runner, launcher.CudaLauncher)
+        if given is not None:
+            adopt_given(given)
+        folder = folder_of(keys, given)
+        major, minor = torch.cuda.get_device_capability(self.context.device)
+        compile_missing(keys, self.triton_variants(decoder, table, tokens), folder, 10 * major + minor)
+        if keys:
+            runner.kernels.add(Library(folder))
 
     def gemms(self, tokens: int) -> Sequence[KernelKey]:
         """The GEMMs that passes of up to ``tokens`` tokens need."""
