@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.switch import value_of
 
 SWITCH = "NVFP4_SGL_PROMPT_GRAPHS"
 """Environment variable: 1 captures prompts, 0 does not."""
@@ -24,10 +23,7 @@ def asked() -> bool | None:
     Raises:
         ConfigError: it is neither 0 nor 1.
     """
-    given = os.environ.get(SWITCH, "")
-    if given not in ("", "0", "1"):
-        raise ConfigError(f"{SWITCH}: expected 0 or 1, found {given!r}; correct it, or unset it")
-    return None if not given else given == "1"
+    return value_of(SWITCH)
 
 
 def check_asked(*, on_gpu: bool) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.limits import PUSHING_RANKS
+from nvfp4_sgl.switch import value_of
 
 SWITCH = "NVFP4_SGL_PUSHED_SUMS"
 """Environment variable: 1 insists that parts of short passes are pushed, 0 leaves all sums to SGLang's all-reduce.
@@ -25,10 +24,7 @@ def asked() -> bool | None:
     Raises:
         ConfigError: it is neither 0 nor 1.
     """
-    given = os.environ.get(SWITCH, "")
-    if given not in ("", "0", "1"):
-        raise ConfigError(f"{SWITCH}: expected 0 or 1, found {given!r}; correct it, or unset it")
-    return None if not given else given == "1"
+    return value_of(SWITCH)
 
 
 def check_asked(*, target: str, ranks: int, custom_all_reduce: bool, traces: bool) -> None:

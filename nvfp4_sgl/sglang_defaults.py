@@ -35,7 +35,7 @@ CPU_SWA_RATIO = 0.5
 
 
 def triton_cache() -> Path:
-    """Where Triton keeps compiled kernels in a server with this environment: SGLang moves them below its own cache."""
+    """The folder of Triton's kernels in a server with this environment: SGLang moves it below its own cache."""
     given = os.environ.get("TRITON_CACHE_DIR")
     if given is not None:
         return Path(given)
