@@ -249,9 +249,20 @@ def pushes_sums(target: str) -> bool:
 
 
 def shared_exchange(width: int, device: torch.device) -> Exchange:
-    """Room for the pushed parts of this model's short passes in the memory of all ranks, which all call this."""
+    """Room for the pushed parts of this model's short passes in the memory of all ranks, which all call this.
+
+    Raises:
+        ConfigError: PyTorch cannot share memory between the ranks' GPUs.
+    """
     tokens = pushed_sums.capacity(parallel.tp_size())
-    return exchange_of(parallel.tp_rank(), shared_inboxes(parallel.tp_cpu_group(), tokens, width, device))
+    try:
+        inboxes = shared_inboxes(parallel.tp_cpu_group(), tokens, width, device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{pushed_sums.SWITCH}: expected memory that ranks share, found that PyTorch cannot share it: {error};"
+            f" set {pushed_sums.SWITCH}=0, which sums by SGLang's all-reduce"
+        ) from error
+    return exchange_of(parallel.tp_rank(), inboxes)
 
 
 def require_own_model(model: Any) -> None:

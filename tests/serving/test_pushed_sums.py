@@ -170,6 +170,19 @@ def test_every_part_has_a_place_in_every_rank_s_memory() -> None:
     assert len({*slots}) == len(slots)
 
 
+def test_memory_that_cannot_be_shared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may forbid it, with words of the driver's alone."""
+
+    def refused(*given: Any) -> list[torch.Tensor]:
+        raise RuntimeError("CUDA driver error: operation not permitted")
+
+    monkeypatch.setattr(model, "shared_inboxes", refused)
+    for name, value in {"tp_rank": 1, "tp_size": 2, "tp_cpu_group": "group"}.items():
+        monkeypatch.setattr(parallel, name, lambda value=value: value)
+    with pytest.raises(ConfigError, match=f"cannot share it: CUDA driver error: .* not permitted; set {SWITCH}=0"):
+        model.shared_exchange(4096, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_server_says_how_it_sums(ranks: int) -> None:
     def said(share: TensorParallel) -> str:
