@@ -84,6 +84,20 @@ def test_sglang_s_all_reduce_is_made_outside_a_server(tmp_path: Path, monkeypatc
     assert isinstance(rank_sums.communicator(group, torch.device("cuda", 0)), Made)
 
 
+def test_other_logits_end_the_benchmark() -> None:
+    """Two ranks have one order of sums, more have several; a logit that is no number is never right."""
+    reduced = torch.randn(3, 50)
+    rounded = reduced * (1 + 2.0**-9)
+    for ranks in (2, 4):
+        rank_sums.compare(reduced, reduced.clone(), ranks)
+        for wrong in (reduced * 0.75, torch.full_like(reduced, float("nan"))):
+            with pytest.raises(AssertionError, match="3 requests: "):
+                rank_sums.compare(reduced, wrong, ranks)
+    rank_sums.compare(reduced, rounded, 4)
+    with pytest.raises(AssertionError, match="150 logits differ"):
+        rank_sums.compare(reduced, rounded, 2)
+
+
 def test_what_a_sum_adds() -> None:
     """Medians, of all sums of a step."""
     times = {"all-reduce": [130.0, 190.0, 140.0], "pushed": [110.0, 112.0, 90.0], "none": [100.0, 100.0, 101.0]}
