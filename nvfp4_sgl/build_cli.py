@@ -61,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
     target = args.target or target_here(None)
     if not descriptor(target).gpu_in:
         raise ConfigError("--target: expected one, since this machine has no GPU: sm_90a (Hopper) or sm_100a (B200)")
-    pushed_sums.check_target(target)
+    for ranks in args.ranks:
+        pushed_sums.check_asked(target=target, ranks=ranks, custom_all_reduce=True, traces=False)
+    if args.output is not None and (args.output / "config.json").exists():
+        raise ConfigError(f"--output {args.output}: expected a folder for kernels, found a checkpoint's; name another")
     verified = verify(args.directory) if holds_weights(args.directory) else verify_dummy(args.directory)
     mode = mode_of(target, args.mode or verified.raw.get("activation_mode"))
     context = args.context_length or verified.config.max_position_embeddings

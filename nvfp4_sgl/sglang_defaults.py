@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nvfp4_sgl.errors import ConfigError
+
 REQUESTS, CHUNK = 256, 8192
 """``--max-running-requests`` and ``--chunked-prefill-size``."""
 FRACTION = 0.85
@@ -35,9 +37,16 @@ CPU_SWA_RATIO = 0.5
 
 
 def triton_cache() -> Path:
-    """The folder of Triton's kernels in a server with this environment: SGLang moves it below its own cache."""
+    """The folder of Triton's kernels in a server with this environment: SGLang moves it below its own cache.
+
+    Raises:
+        ConfigError: ``TRITON_CACHE_DIR`` is empty.
+    """
     given = os.environ.get("TRITON_CACHE_DIR")
+    if given == "":  # Triton takes it for a folder
+        raise ConfigError("TRITON_CACHE_DIR: expected a folder, found an empty value; name one, or unset it")
     if given is not None:
         return Path(given)
     base = os.environ.get("SGLANG_CACHE_DIR", "~/.cache/sglang")
-    return Path(base).expanduser() / "triton"
+    # Path.expanduser fails for a user who does not exist.
+    return Path(os.path.expanduser(base)) / "triton"  # noqa: PTH111

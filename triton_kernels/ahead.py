@@ -223,13 +223,10 @@ def targeting(capability: int, processors: int) -> Iterator[None]:
 
 @contextmanager
 def cached_in(folder: Path) -> Iterator[None]:
-    """Let Triton's cache be in ``folder``."""
-    before = triton.knobs.cache.dir
-    triton.knobs.cache.dir = str(folder)
-    try:
+    """Let Triton's cache be in ``folder``, in processes that are started inside, too."""
+    with triton.knobs.cache.scope():  # sets TRITON_CACHE_DIR and restores it
+        triton.knobs.cache.dir = str(folder)
         yield
-    finally:
-        triton.knobs.cache.dir = before
 
 
 def adopt(folder: Path) -> None:

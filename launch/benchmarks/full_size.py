@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--trace", type=AT_ONCE, nargs="*", default=[], help="requests of the traced decode steps")
     parser.add_argument("--drafts", choices=["mtp", "dspark"], help="draft, with acceptance that is simulated")
     weights = [each.value for each in DraftWeights]
-    parser.add_argument("--draft-weights", choices=weights, help=f"ours' draft is stored so; {weights[0]} by default")
+    parser.add_argument("--draft-weights", choices=weights, help="how ours' draft is stored; nvfp4 by default")
     steps = whole_number(DRAFTED_TOKENS - 1)
     parser.add_argument("--steps", type=steps, metavar="N", help=f"guesses of an MTP draft; {DRAFT_STEPS} by default")
     parser.add_argument("--accepted", type=float, metavar="ROWS", help="a round accepts in the mean; 1 by default")
@@ -244,7 +244,7 @@ def plugin(info: dict[str, Any], engine: str) -> dict[str, Any]:
     found: dict[str, Any] = next((state["nvfp4_sgl"] for state in info["internal_states"] if "nvfp4_sgl" in state), {})
     if bool(found) != (engine == "ours"):
         raise RuntimeError(f"{engine}: /server_info says of the plugin {found or 'nothing'}")
-    return {key: found[key] for key in ("version", "weights", "routing", "target") if key in found}
+    return {key: found[key] for key in ("version", "weights", "routing", "target", "rank_sums") if key in found}
 
 
 def served(

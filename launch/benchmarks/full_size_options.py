@@ -21,6 +21,8 @@ from benchmarks.full_size_plan import (
     server_flags,
     starts,
 )
+from nvfp4_sgl import prompt_sizes, pushed_sums
+from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.sglang_defaults import DRAFT_STEPS
 
 OPTIONS = {
@@ -42,7 +44,7 @@ def complete(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: options contradict each other; names each with what was expected.
     """
-    found = [*_without_effect(arguments)]
+    found = [*_without_effect(arguments), *_of_environment(arguments)]
     arguments.steps = DRAFT_STEPS if arguments.steps is None else arguments.steps
     arguments.accepted = 1.0 if arguments.accepted is None else arguments.accepted
     arguments.draft_weights = draft_weights_of(arguments).value
@@ -63,6 +65,18 @@ def complete(arguments: argparse.Namespace) -> None:
         found = [wrong for start in starts(arguments) for wrong in _of_sizes(arguments, start)]
     if found:
         raise ValueError("\n  ".join(["options that do not fit each other:", *dict.fromkeys(found)]))
+
+
+def _of_environment(arguments: argparse.Namespace) -> Iterator[str]:
+    """Variables that ours would be refused for."""
+    if "ours" not in arguments.servers:
+        return
+    sums = {"target": pushed_sums.TARGET, "ranks": arguments.tp, "custom_all_reduce": True, "traces": False}
+    for check, given in ((prompt_sizes.check_asked, {"on_gpu": True}), (pushed_sums.check_asked, sums)):
+        try:
+            check(**given)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _without_effect(arguments: argparse.Namespace) -> Iterator[str]:

@@ -84,6 +84,11 @@ def communicator(group: dist.ProcessGroup, device: torch.device) -> Any:
     return found
 
 
+def room(tokens: Sequence[int]) -> int:
+    """Tokens of inboxes for steps of so many: a power of two, since kernels' variants change there."""
+    return 1 << (max(tokens) - 1).bit_length()
+
+
 def step_time(replay: Callable[[], object]) -> float:
     """The median of a turn's steps, µs; ranks begin together."""
     torch.cuda.synchronize()
@@ -148,8 +153,7 @@ def work(rank: int, given: argparse.Namespace, port: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         verified = verify_dummy(write_flash(Path(folder), TinyFormat.NVFP4_FULL, given.layers))
         width = verified.config.hidden_size
-        # Room for steps that a server would not push, too; a power of two, since kernels' variants change there.
-        inboxes = shared_inboxes(group, 1 << (max(given.tokens) - 1).bit_length(), width, device)
+        inboxes = shared_inboxes(group, room(given.tokens), width, device)
         sums = Sums(all_reduce, exchange_of(rank, inboxes))
         model = Standalone(
             verified,

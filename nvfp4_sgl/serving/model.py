@@ -59,10 +59,7 @@ class DeepseekV4ForCausalLM(LoadedOnce):
         longest = settings.resolved("context_length") or self.model_config.max_position_embeddings
         self.memory = forecast_here(self.verified, self.choice, int(longest))
         if parallel.tp_rank() == 0:
-            serving = self.memory.setting
-            sizes = (serving.ranks, serving.context, serving.requests, serving.chunk)
-            pushes, mode = pushes_sums(self.choice.target), self.activation_mode
-            setting = Serving(*sizes, self.uniform_experts, mode, serving.round_tokens, pushes)
+            setting = compiled_for(self.memory.setting, self.choice, self.uniform_experts)
             start_compiling(self.verified, self.choice.target, setting)
         self.embed = find("VocabParallelEmbedding")(self.model_config.vocab_size, self.model_config.hidden_size)
         self.head = find("ParallelLMHead")(self.model_config.vocab_size, self.model_config.hidden_size)
@@ -229,6 +226,24 @@ def rank_context(
     exchange = shared_exchange(config.hidden_size, like.device) if pushes_sums(choice.target) else None
     share = TensorParallel(parallel.tp_rank(), parallel.tp_size(), all_reduce, ranks, exchange)
     return Context(reader, config, choice.boundaries, like.device, like.dtype, choice.mode, share, uniform_experts)
+
+
+def compiled_for(sizes: Any, choice: Choice, uniform_experts: bool) -> Serving:
+    """The server whose kernels are compiled while its weights are loaded.
+
+    Args:
+        sizes: ranks, requests and tokens, as the forecast of memory takes them.
+    """
+    return Serving(
+        sizes.ranks,
+        sizes.context,
+        sizes.requests,
+        sizes.chunk,
+        uniform_experts,
+        choice.mode,
+        sizes.round_tokens,
+        pushes_sums(choice.target),
+    )
 
 
 def pushes_sums(target: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,6 @@ from nvfp4_sgl.build import Serving, needed, with_distinct_layers
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.verified import Verified, verify
 from nvfp4_sgl.cutedsl_kernels import launcher
-from nvfp4_sgl.cutedsl_kernels.common.call import GemmCall
-from nvfp4_sgl.cutedsl_kernels.common.clusters import Clusters
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.errors import LibraryError
 from nvfp4_sgl.cutedsl_kernels.library import LIBRARY, MANIFEST, Library
@@ -51,6 +50,7 @@ from nvfp4_sgl.weights.parallel import TensorParallel, lone_rank
 from tests.sm100.emulator.host import runtime_library
 from tests.support import native, on_import
 from tests.support.full import but_for
+from tests.support.noting_launcher import NotingLauncher
 
 W4A16, W4A4 = ActivationMode.W4A16, ActivationMode.W4A4
 CASES = [
@@ -348,17 +348,6 @@ def test_tilings_are_those_of_the_gpu_assumed() -> None:
 # --- models -----------------------------------------------------------------------------------------------------
 
 
-class NotingLauncher(DryLauncher):
-    """Notes the GEMMs that are launched."""
-
-    def __init__(self, architecture: str, clusters: Clusters) -> None:
-        super().__init__(architecture, clusters)
-        self.gemms: set[KernelKey] = set()
-
-    def launch(self, key: KernelKey, call: GemmCall, clusters: int) -> None:
-        self.gemms.add(key)
-
-
 class OnTheCpu:
     """A model on a GPU target whose launches are noted, on real tensors."""
 
@@ -506,6 +495,27 @@ def test_a_model_of_a_librarys_gemms_needs_no_library_of_ours(tmp_path: Path, mo
         runner.kernels.get(KernelKey("sm_90a", KernelShape(8)))
 
 
+def test_kernels_that_were_built_or_compiled_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a folder that the environment names are copied first; then the library holds every GEMM."""
+    done: list[tuple[str, Path]] = []
+    monkeypatch.setenv(compile_ahead.LIBRARY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gemm_planner, "adopt_given", lambda given: done.append(("adopt", given)))
+    monkeypatch.setattr(gemm_planner, "folder_of", lambda keys, given: tmp_path / "library")
+    monkeypatch.setattr(gemm_planner, "compile_missing", lambda *given: done.append(("compile", given[2])))
+    monkeypatch.setattr(gemm_planner, "Library", lambda folder: ("load", folder))
+    monkeypatch.setattr(GemmPlanner, "gemms", lambda planner, tokens: [KernelKey("sm_90a", KernelShape(8))])
+    monkeypatch.setattr(GemmPlanner, "triton_variants", lambda *given: [])
+    runner = launcher.CudaLauncher()
+    monkeypatch.setattr(runner.kernels, "add", done.append)
+    with launcher.use(runner):
+        planner: Any = object.__new__(GemmPlanner)
+        planner.context = mock.Mock()
+        planner.compile_missing(mock.sentinel.decoder, mock.sentinel.table, CAPACITY)
+    library = tmp_path / "library"
+    assert done == [("adopt", tmp_path), ("compile", library), ("load", library)]
+
+
 def test_a_layer_of_each_kind_launches_what_all_do(tiny: Path) -> None:
     cpu = OnTheCpu(tiny, "sm_90a")
     decoder, layers = cpu.model.decoder, cpu.model.config.num_hidden_layers
@@ -584,9 +594,10 @@ def test_what_is_built_for_this_machine_is_where_its_servers_look(
     monkeypatch.setattr(compile_ahead, "compile_missing", lambda *given: looked.append(triton.knobs.cache.dir))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
-    build.build(verified, "sm_90a", [Serving(1, 512)])
     build.build(verified, "sm_90a", [Serving(1, 512)], tmp_path / "out")
-    assert looked == [str(tmp_path / "triton"), str(tmp_path / "out" / compile_ahead.TRITON_FOLDER)]
+    assert "TRITON_CACHE_DIR" not in os.environ
+    build.build(verified, "sm_90a", [Serving(1, 512)])
+    assert looked == [str(tmp_path / "out" / compile_ahead.TRITON_FOLDER), str(tmp_path / "triton")]
 
 
 def test_build_asks_for_a_target_where_no_gpu_is(

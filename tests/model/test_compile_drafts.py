@@ -40,7 +40,8 @@ from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.attention import tiling
 from nvfp4_sgl.triton_kernels.attention.tiling import choose_splits, choose_tiling
 from nvfp4_sgl.weights.parallel import TensorParallel
-from tests.model.test_compile_ahead import CAPACITY, REQUESTS, NotingLauncher, OnTheCpu
+from tests.model.test_compile_ahead import CAPACITY, REQUESTS, OnTheCpu
+from tests.support.noting_launcher import NotingLauncher
 
 EACH = 4
 """Rows of a request in a pass that verifies."""
@@ -236,6 +237,17 @@ def test_a_draft_of_random_weights(checkpoint: Path) -> None:
     assert set(variants) == drafting.warm_up()
     with launcher.use(drafting.launcher):
         assert list(gemms) == list(drafting.planner.gemms(CHUNK))
+
+
+def test_a_draft_of_ranks_that_push_stores_copies(tmp_path: Path) -> None:
+    released, converted = tmp_path / "released", tmp_path / "converted"
+    write_tiny(released, "deepseek", seed=3, num_hidden_layers=1, draft="mtp", moe_intermediate_size=128)
+    assert cli.main(["convert", str(released), str(converted), "--drafts", "nvfp4"]) == 0
+    verified, target = verify(converted), "sm_90a"
+    for pushes in (True, False):
+        setting = Serving(2, CAPACITY, REQUESTS, CHUNK, round_tokens=EACH, pushed_sums=pushes)
+        gemms, _ = needed_by_draft(verified, target, setting, descriptor(target).gpu())
+        assert ({key.shape.copies for key in gemms if isinstance(key.shape, KernelShape)} == {0, 1}) is pushes
 
 
 REFUSED = {

@@ -29,10 +29,11 @@ from nvfp4_sgl.synthetic.dummy import DummyReader
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny_config import BASE, TinyFormat, tiny_config
 from nvfp4_sgl.targets.choose import choose, mode_of
-from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
+from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
 from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant
+from tests.support.noting_launcher import NotingLauncher
 from tests.support.released import FLASH, PRO, config_json
 
 MODELS = {"flash": FLASH, "pro": PRO}
@@ -60,7 +61,7 @@ class DryServer:
 
     def __init__(self, checkpoint: Verified, target: str, setting: Serving, dtype: torch.dtype = torch.float32) -> None:
         self.gpu, self.setting = descriptor(target).gpu(), setting
-        self._launcher = DryLauncher(target, self.gpu.clusters)
+        self._launcher = NotingLauncher(target, self.gpu.clusters)
         mode = setting.mode or mode_of(target, checkpoint.raw.get("activation_mode"))
         choice, config = choose(target, mode), build.with_distinct_layers(checkpoint)
         with launcher.use(self._launcher), ahead.targeting(self.gpu.capability, self.gpu.processors), torch.no_grad():
@@ -83,10 +84,11 @@ class DryServer:
             self.planner = planner
             self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device=META)
             self.warm = set(planner.triton_variants(self.decoder, self.embedding, setting.chunk))
+            self.gemms = set(planner.gemms(setting.chunk))
 
     @torch.no_grad()
     def missed(self, added: list[int], longest: int, *, decode: bool = False) -> set[Variant]:
-        """What a pass launches that the warm-up did not."""
+        """Triton kernels that a pass launches and the warm-up did not; its GEMMs are those of the warm-up."""
         requests = len(added)
         with (
             launcher.use(self._launcher),
@@ -101,6 +103,7 @@ class DryServer:
             step = self.planner.plan(PassRequest(positions, rows, ends, kind, new_tokens, longest=longest))
             ids, layers = torch.zeros_like(positions), self.decoder.distinct_layers()
             self.decoder(self.decoder.embed(ids, self.embedding), ids, step, self.planner.caches, only=layers)
+        assert self._launcher.gemms <= self.gemms, (added, self._launcher.gemms - self.gemms)
         return set(found) - self.warm
 
 

@@ -155,8 +155,10 @@ def test_steady_steps_are_those_of_full_batches(tmp_path: Path) -> None:
 def test_the_plugin_must_run_in_our_server_alone() -> None:
     from benchmarks.full_size import plugin
 
-    ours = {"internal_states": [{}, {"nvfp4_sgl": {"version": "1", "target": "sm_90a", "pools": {}}}]}
-    assert plugin(ours, "ours") == {"version": "1", "target": "sm_90a"}
+    ours = {
+        "internal_states": [{}, {"nvfp4_sgl": {"version": "1", "target": "sm_90a", "rank_sums": "pushed", "pools": {}}}]
+    }
+    assert plugin(ours, "ours") == {"version": "1", "target": "sm_90a", "rank_sums": "pushed"}
     assert plugin({"internal_states": [{}]}, "stock") == {}
     for info, engine in ((ours, "stock"), ({"internal_states": [{}]}, "ours")):
         with pytest.raises(RuntimeError, match="/server_info"):

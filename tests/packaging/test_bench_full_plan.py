@@ -407,6 +407,26 @@ def test_options_that_do_not_fit(wrong: str, capsys: Any) -> None:
     assert ended.value.code == 2 and message in said.err and not said.out
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        (pushed_sums.SWITCH, "9", "expected 0 or 1, found '9'"),
+        (pushed_sums.SWITCH, "1", "=1: expected --tp-size 2, 4 or 8, found 1"),
+        (SWITCH, "yes", "expected 0 or 1, found 'yes'"),
+    ],
+)
+def test_variables_that_ours_refuses(
+    name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They go to its server, which would say so minutes later; stock reads none of them."""
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        options("--tp", "1", "--layers", "8")
+    said = capsys.readouterr().err
+    assert name in said and words in said
+    options("stock", "--tp", "1", "--layers", "8")
+
+
 def test_a_dry_run_of_pro() -> None:
     """In whole: it fits eight H200s, and eight H100s by far not."""
     arguments = options("--model", "pro", "--tp", "8", "--long")

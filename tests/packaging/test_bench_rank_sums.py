@@ -84,6 +84,12 @@ def test_sglang_s_all_reduce_is_made_outside_a_server(tmp_path: Path, monkeypatc
     assert isinstance(rank_sums.communicator(group, torch.device("cuda", 0)), Made)
 
 
+@pytest.mark.parametrize(("tokens", "found"), [([1], 1), ([1, 16], 16), ([17], 32), ([64, 1], 64), ([65], 128)])
+def test_every_step_has_room(tokens: list[int], found: int) -> None:
+    """Parts without room would be reduced, under the name of pushed ones."""
+    assert rank_sums.room(tokens) == found
+
+
 def test_other_logits_end_the_benchmark() -> None:
     """Two ranks have one order of sums, more have several; a logit that is no number is never right."""
     reduced = torch.randn(3, 50)

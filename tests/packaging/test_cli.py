@@ -170,6 +170,29 @@ def test_doctor_sees_the_switch_of_sums(tmp_path: Path, monkeypatch: pytest.Monk
     assert not found(None, target="sm_90a") + found(tmp_path / "tiny", **two)
 
 
+def test_build_refuses_pushed_sums_of_another_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny(tmp_path / "tiny", "nvfp4-full", seed=3, num_hidden_layers=1)
+    monkeypatch.setenv(pushed_sums.SWITCH, "1")
+    assert cli.main(["build", str(tmp_path / "tiny"), "--target", "sm_100a", "--tp", "2"]) == 2
+    assert "expected a server for sm_90a, found sm_100a" in capsys.readouterr().err
+    assert cli.main(["build", str(tmp_path / "tiny"), "--target", "sm_90a", "--tp", "1"]) == 2
+    assert "expected --tp 2, 4 or 8, found 1" in capsys.readouterr().err
+
+
+def test_build_leaves_a_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its kernels would lie between the weights."""
+    write_tiny(tmp_path / "tiny", "nvfp4-full", seed=3, num_hidden_layers=1)
+    before = sorted((tmp_path / "tiny").iterdir())
+    words = ["build", str(tmp_path / "tiny"), "--target", "sm_90a", "--output", str(tmp_path / "tiny")]
+    assert cli.main(words) == 2
+    assert "tiny: expected a folder for kernels, found a checkpoint's; name another" in capsys.readouterr().err
+    assert sorted((tmp_path / "tiny").iterdir()) == before
+
+
 def test_doctor_sees_missing_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "entry_points", lambda group: [])
     states = doctor.examine().entry_points

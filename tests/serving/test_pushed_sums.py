@@ -16,8 +16,10 @@ from nvfp4_sgl.limits import PUSHING_RANKS
 from nvfp4_sgl.pushed_sums import SWITCH, capacity
 from nvfp4_sgl.serving import model, runtime_info
 from nvfp4_sgl.serving.sglang import parallel
+from nvfp4_sgl.serving.trace import TRACE
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.targets.choose import choose
+from nvfp4_sgl.targets.fused import exchange as shared_memory
 from nvfp4_sgl.targets.fused.exchange import exchange_of, lone_exchange
 from nvfp4_sgl.triton_kernels.common.inbox import empty_inbox
 from nvfp4_sgl.weights.parallel import Collective, TensorParallel
@@ -116,6 +118,48 @@ def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert parallel.reaches_peers() and model.pushes_sums("sm_90a")
     monkeypatch.setenv(SWITCH, "0")
     assert not model.pushes_sums("sm_90a")
+
+
+def test_a_server_compiles_for_the_sums_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for those that the environment would have: its GEMMs are another library."""
+    monkeypatch.setattr(parallel, "tp_size", lambda: 2)
+    monkeypatch.delenv(SWITCH, raising=False)
+    sizes: Any = SimpleNamespace(ranks=2, context=512, requests=4, chunk=64, round_tokens=3)
+    for reaches in (True, False):
+        monkeypatch.setattr(parallel, "reaches_peers", lambda reaches=reaches: reaches)
+        found = model.compiled_for(sizes, choose("sm_90a"), True)
+        assert found == Serving(2, 512, 4, 64, True, choose("sm_90a").mode, 3, reaches)
+
+
+def test_a_server_that_records_passes_pushes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sublayer's output, which is recorded, would not be there."""
+    monkeypatch.setattr(parallel, "tp_size", lambda: 2)
+    monkeypatch.setattr(parallel, "reaches_peers", lambda: True)
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv(TRACE, "")
+    assert model.pushes_sums("sm_90a")
+    monkeypatch.setenv(TRACE, "records")
+    assert not model.pushes_sums("sm_90a")
+
+
+def test_no_rank_sends_before_every_inbox_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    own = torch.zeros(2, 2, 4, 8, dtype=torch.int16)
+
+    def meet(group: Any) -> None:
+        done.append("meet")
+        assert bool((own == -1).all()), "an inbox that holds something is taken for a part"
+
+    shared = SimpleNamespace(offset=0, get_buffer=lambda rank, shape, dtype: own)
+    monkeypatch.setattr(shared_memory.symmetric, "empty", lambda *shape, **more: own)
+    monkeypatch.setattr(shared_memory.symmetric, "rendezvous", lambda tensor, group: shared)
+    monkeypatch.setattr(shared_memory.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(shared_memory.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(shared_memory.dist, "barrier", meet)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("written"))
+    group: Any = "group"
+    shared_memory.shared_inboxes(group, 4, 8, torch.device("cpu"))
+    assert done == ["written", "meet"]
 
 
 def test_a_rank_s_share_has_the_inboxes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

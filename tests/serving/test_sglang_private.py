@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nvfp4_sgl.checkpoint.beside import DEFAULTS
+from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.numa import parse_cpus
 from nvfp4_sgl.serving import arguments, kv_pool
 from nvfp4_sgl.serving.sglang import ledger, settings
@@ -27,7 +28,16 @@ def unset() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"SGLANG_CACHE_DIR": "~/kernels"}, {"SGLANG_CACHE_DIR": "/a", "TRITON_CACHE_DIR": "/b"}], ids=str
+    "given",
+    [
+        {},
+        {"SGLANG_CACHE_DIR": ""},
+        {"SGLANG_CACHE_DIR": "~/kernels"},
+        {"SGLANG_CACHE_DIR": "~nobody-of-this-name/kernels"},
+        {"SGLANG_CACHE_DIR": "/a", "TRITON_CACHE_DIR": "/b"},
+        {"TRITON_CACHE_DIR": "~/kernels"},
+    ],
+    ids=str,
 )
 def test_triton_s_cache_is_where_sglang_puts_it(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt import environ
@@ -41,6 +51,13 @@ def test_triton_s_cache_is_where_sglang_puts_it(given: dict[str, str], monkeypat
     found = triton_cache()
     environ.redirect_third_party_caches()
     assert str(found) == os.environ["TRITON_CACHE_DIR"]
+
+
+def test_an_empty_folder_of_triton_s_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels would go to the working folder, and no server would find them."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    with pytest.raises(ConfigError, match="TRITON_CACHE_DIR: expected a folder, found an empty value"):
+        triton_cache()
 
 
 def test_the_ledger_says_what_sglang_has() -> None:
