@@ -22,6 +22,7 @@ from nvfp4_sgl.build import META, Serving
 from nvfp4_sgl.cache.local import LocalCaches
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.cutedsl_kernels import launcher
+from nvfp4_sgl.cutedsl_kernels.sm90.shape import KernelShape
 from nvfp4_sgl.memory.pools import table_margin
 from nvfp4_sgl.model.contract import Context, PassKind, PassRequest, Slots
 from nvfp4_sgl.model.decoder import Decoder
@@ -29,11 +30,10 @@ from nvfp4_sgl.synthetic.dummy import DummyReader
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny_config import BASE, TinyFormat, tiny_config
 from nvfp4_sgl.targets.choose import choose, mode_of
-from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
+from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.ahead import Variant
-from tests.support.noting_launcher import NotingLauncher
 from tests.support.released import FLASH, PRO, config_json
 
 MODELS = {"flash": FLASH, "pro": PRO}
@@ -61,7 +61,7 @@ class DryServer:
 
     def __init__(self, checkpoint: Verified, target: str, setting: Serving, dtype: torch.dtype = torch.float32) -> None:
         self.gpu, self.setting = descriptor(target).gpu(), setting
-        self._launcher = NotingLauncher(target, self.gpu.clusters)
+        self._launcher = DryLauncher(target, self.gpu.clusters)
         mode = setting.mode or mode_of(target, checkpoint.raw.get("activation_mode"))
         choice, config = choose(target, mode), build.with_distinct_layers(checkpoint)
         with launcher.use(self._launcher), ahead.targeting(self.gpu.capability, self.gpu.processors), torch.no_grad():
@@ -84,11 +84,10 @@ class DryServer:
             self.planner = planner
             self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device=META)
             self.warm = set(planner.triton_variants(self.decoder, self.embedding, setting.chunk))
-            self.gemms = set(planner.gemms(setting.chunk))
 
     @torch.no_grad()
     def missed(self, added: list[int], longest: int, *, decode: bool = False) -> set[Variant]:
-        """Triton kernels that a pass launches and the warm-up did not; its GEMMs are those of the warm-up."""
+        """What a pass launches that the warm-up did not."""
         requests = len(added)
         with (
             launcher.use(self._launcher),
@@ -103,7 +102,6 @@ class DryServer:
             step = self.planner.plan(PassRequest(positions, rows, ends, kind, new_tokens, longest=longest))
             ids, layers = torch.zeros_like(positions), self.decoder.distinct_layers()
             self.decoder(self.decoder.embed(ids, self.embedding), ids, step, self.planner.caches, only=layers)
-        assert self._launcher.gemms <= self.gemms, (added, self._launcher.gemms - self.gemms)
         return set(found) - self.warm
 
 
@@ -168,17 +166,21 @@ def serve(server: DryServer) -> None:
         assert not missed, (len(added), sum(added), longest, decode, words)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "tiles"), [(2, {8, 16, 32}), (4, {8, 16})])
 def test_nothing_is_compiled_once_a_server_that_pushes_sums_is_warm(
-    ranks: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, tiles: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes that fit its inboxes push, others do not; both come."""
+    """Passes of up to 32 tokens push, with GEMMs of ``tiles``; others do not; both come."""
     setting = Serving(ranks, 4096, 64, 8192)
     monkeypatch.setenv(pushed_sums.SWITCH, "0")
     reducing = DryServer(verified("flash"), "sm_90a", setting)
     monkeypatch.setenv(pushed_sums.SWITCH, "1")
     pushing = DryServer(verified("flash"), "sm_90a", setting)
     serve(pushing)
+    with launcher.use(DryLauncher("sm_90a", pushing.gpu.clusters)):
+        shapes = [key.shape for key in pushing.planner.gemms(setting.chunk) if isinstance(key.shape, KernelShape)]
+    assert {shape.copies for shape in shapes} == {0, ranks - 1}
+    assert {shape.token_tile for shape in shapes if shape.copies} == tiles
     both, more = reducing.warm & pushing.warm, pushing.warm - reducing.warm
     assert {variant.name for variant in more} == {"site_kernel", "_finalize"} <= {variant.name for variant in both}
 
