@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -209,9 +208,7 @@ def _draft_words(arguments: argparse.Namespace) -> str:
     """Kind of our server's draft, and how many of its matrices are stored as what."""
     draft = _Ours.of(arguments).weights().draft()
     assert draft is not None, "every configuration of a run has one"
-    counts = Counter(draft.storages.values())
-    stored = ", ".join(f"{count} in {storage.value}" for storage, count in counts.most_common())
-    return f"ours has {draft.kind.words}, its matrices {stored}; {gb(draft.nbytes).strip()} stored"
+    return f"ours has {draft.kind.words}, its matrices {draft.stored}; {gb(draft.nbytes).strip()} stored"
 
 
 def plan_lines(arguments: argparse.Namespace) -> Iterator[str]:

@@ -6,6 +6,7 @@ A server leaves it out unless ``--speculative-algorithm`` asks for it.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,10 +72,16 @@ class Draft:
         """The matrices in front of the blocks: MTP's e_proj and h_proj, DSpark's main_proj."""
         return [spec for spec in self.specs.values() if spec.role.is_matrix and spec.name.count(".") == 2]
 
+    @property
+    def stored(self) -> str:
+        """How many matrices are stored as what, in words: ``2304 in MXFP4, 25 in FP8``."""
+        counts = Counter(self.storages.values())
+        return ", ".join(f"{count} in {storage.value}" for storage, count in counts.most_common())
+
     def describe(self) -> str:
-        """Kind, size and flag, in words."""
+        """Kind, storage, size and flag, in words."""
         shape = "one block" if self.block is None else f"stages {self.stages}, tokens at once {self.block}"
-        words = f"{self.kind}, {shape}: {self.tensors} tensors, {self.nbytes / 1e6:,.2f} MB"
+        words = f"{self.kind}, {shape}: {self.tensors} tensors, matrices {self.stored}, {self.nbytes / 1e6:,.2f} MB"
         if self.not_read:
             words += f" ({', '.join(self.not_read)} not read)"
         return f"{words}, for --speculative-algorithm {self.kind.algorithm}"

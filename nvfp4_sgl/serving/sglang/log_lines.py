@@ -23,7 +23,10 @@ LEFT_OUT = {
         "DSV4 pool sizes": "said twice, first of that pool; the line of the one that is built stays",
     },
     "sglang.srt.model_executor.model_runner_components.cuda_graph_setup": {
-        "Disable prefill CUDA graph because": "nobody asked for one: passes over prompts never run in graphs here",
+        "Disable prefill CUDA graph because": "SGLang's own graphs of prompts, in whose place a server has others here",
+    },
+    "sglang.srt.speculative.dspark_components.dspark_draft_sampler": {
+        "DSpark draft proposal": "also said on a CPU, which has no graphs",
     },
     "sglang.srt.distributed.bootstrap": {
         "init_cpu_threads_env and shared memory based AllReduce": "belongs to CPU kernels that are not used",
