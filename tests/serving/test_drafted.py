@@ -43,6 +43,8 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 STEPS, TOKENS = 3, 60
 PROMPT = draw_ids(100, 11, 512)
 """Its answer crosses position 128, where entries of both kinds of compressor close."""
+TRIES = 4
+"""How often three requests may fail to run at once."""
 MARGIN = 1e-3
 """By which a token may be less likely than another one: sums take another order in a pass of several tokens."""
 
@@ -387,7 +389,9 @@ def test_requests_that_are_retracted(
             )
 
         before = [one.result() for one in ask()[1]]
-        for way in ("pause", "full pool"):
+
+        def retracted(way: str) -> list[int]:
+            """How often each of three requests was retracted, of which all answer as without that."""
             hold.write_text(str(answer[place]))
             try:
                 first, beside = ask()
@@ -408,8 +412,11 @@ def test_requests_that_are_retracted(
             for one, other in zip(found[1:], before, strict=True):
                 assert one["output_ids"] == other["output_ids"]
                 assert (logprobs(one) - logprobs(other)).abs().max() < TOLERANCE
-            retracted = [one["meta_info"]["num_retractions"] for one in found]
-            assert retracted == [1, 1, 1] if way == "pause" else sum(retracted) == 1
+            return [one["meta_info"]["num_retractions"] for one in found]
+
+        # On a busy machine the first request may get ahead of the others: again then.
+        assert any(retracted("pause") == [1, 1, 1] for _ in range(TRIES))
+        assert any(sum(retracted("full pool")) == 1 for _ in range(TRIES))
     check_nothing_is_left(server)
 
 
