@@ -74,7 +74,7 @@ class Draft:
 
     @property
     def stored(self) -> str:
-        """How many matrices are stored as what, in words: ``2304 in MXFP4, 25 in FP8``."""
+        """The matrices by their storage, in words: ``2304 in MXFP4, 25 in FP8``."""
         counts = Counter(self.storages.values())
         return ", ".join(f"{count} in {storage.value}" for storage, count in counts.most_common())
 
