@@ -21,6 +21,7 @@ from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ARCHITECTURE, ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
+from nvfp4_sgl.memory.setting import Setting
 from nvfp4_sgl.model.capture import captured_means
 from nvfp4_sgl.model.contract import Context
 from nvfp4_sgl.model.decoder import Decoder
@@ -228,7 +229,7 @@ def rank_context(
     return Context(reader, config, choice.boundaries, like.device, like.dtype, choice.mode, share, uniform_experts)
 
 
-def compiled_for(sizes: Any, choice: Choice, uniform_experts: bool) -> Serving:
+def compiled_for(sizes: Setting, choice: Choice, uniform_experts: bool) -> Serving:
     """The server whose kernels are compiled while its weights are loaded.
 
     Args:
