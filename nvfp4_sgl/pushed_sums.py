@@ -13,7 +13,7 @@ TARGET = "sm_90a"
 """The target whose kernels push."""
 RANKS_BY_DEFAULT = (2,)
 """Numbers of ranks that push without being asked: those that have run on GPUs."""
-MOST_TOKENS = 32
+MAX_PUSHED_TOKENS = 32
 """Tokens of the largest pass whose parts are pushed; a power of two, since kernels' variants change there. On two H200s
 a step gained 4 % with 1 request, 2 % with 16 and nothing with 64 or more (launch/results/hopper_step_h200.md)."""
 
@@ -73,4 +73,4 @@ def planned(*, target: str, ranks: int, traces: bool = False) -> bool:
 
 def capacity(ranks: int) -> int:
     """Tokens of the largest pass whose parts are pushed; 0 if so many ranks push none."""
-    return MOST_TOKENS if ranks in PUSHING_RANKS else 0
+    return MAX_PUSHED_TOKENS if ranks in PUSHING_RANKS else 0

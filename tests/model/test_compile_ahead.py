@@ -422,7 +422,7 @@ def test_no_pass_of_a_rank_that_pushes_launches_what_the_warm_up_does_not(
     """GEMMs of passes up to the inboxes' capacity store copies, those of longer passes do not."""
     path = native.write_checkpoint("sm_90a", tmp_path, seed=11, num_attention_heads=4, moe_intermediate_size=128)
     width = verify(path).config.hidden_size
-    monkeypatch.setattr(pushed_sums, "MOST_TOKENS", PUSHED)
+    monkeypatch.setattr(pushed_sums, "MAX_PUSHED_TOKENS", PUSHED)
     share = replace(lone_rank(2), exchange=lone_exchange(2, width, torch.device("cpu")))
     cpu = OnTheCpu(path, "sm_90a", parallel=share)
     for count in (1, PUSHED, PUSHED + 1, CAPACITY):

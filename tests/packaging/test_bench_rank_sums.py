@@ -1,4 +1,4 @@
-"""What launch/bench_rank_sums refuses, which sums a step has, and its report."""
+"""Sums of a step, inboxes, comparison of logits and report of launch/bench_rank_sums."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ STEPS, TOKENS = 3, 60
 PROMPT = draw_ids(100, 11, 512)
 """Its answer crosses position 128, where entries of both kinds of compressor close."""
 TRIES = 4
-"""How often three requests may fail to run at once."""
+"""Attempts at having three requests run at once."""
 MARGIN = 1e-3
 """By which a token may be less likely than another one: sums take another order in a pass of several tokens."""
 
@@ -391,7 +391,7 @@ def test_requests_that_are_retracted(
         before = [one.result() for one in ask()[1]]
 
         def retracted(way: str) -> list[int]:
-            """How often each of three requests was retracted, of which all answer as without that."""
+            """Retractions of each of three requests, whose answers are those without any."""
             hold.write_text(str(answer[place]))
             try:
                 first, beside = ask()
