@@ -36,6 +36,7 @@ from nvfp4_sgl.targets import choose
 from nvfp4_sgl.targets.requirements import check_target
 from nvfp4_sgl.targets.target import descriptor
 from nvfp4_sgl.terminal import fitted
+from nvfp4_sgl.tracing.asked import is_traced
 from nvfp4_sgl.weights.parallel import TensorParallel
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class Report:
         target: this machine's. described_target: whose boundaries, modes and note are told: the plan's, or else this
             machine's.
         draft: what the checkpoint bundles for drafting, and the flag that uses it; empty if nothing.
+        rank_sums: the way in which sums over tensor-parallel ranks are formed, and why; empty without a checkpoint,
+            and where a problem stands against it.
     """
 
     nvfp4_sgl: str = __version__
@@ -103,6 +106,7 @@ class Report:
     checkpoint: dict[str, Any] | None = None
     checkpoint_table: str = ""
     draft: str = ""
+    rank_sums: str = ""
     memory: dict[str, Any] | None = None
     memory_lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -277,17 +281,19 @@ def examine_checkpoint(report: Report, directory: Path, plan: ServerFlags) -> No
         except Nvfp4SglError as error:
             report.problems.append(f"checkpoint: {error}")
         fill_in(report, choose.choose(chosen, mode))
-        if chosen == pushed_sums.TARGET:  # another is a problem already
-            examine_sums(report, plan)
+        examine_sums(report, chosen, plan.ranks)
         examine_memory(report, verified, chosen, plan, mode, draft)
 
 
-def examine_sums(report: Report, plan: ServerFlags) -> None:
-    """Check that ranks of ``plan`` can push their parts of sums, if the environment asks for it."""
+def examine_sums(report: Report, target: str, ranks: int) -> None:
+    """Say how ``ranks`` ranks sum, and check that they can push their parts if the environment asks for it."""
+    traces = is_traced()
     try:
-        pushed_sums.check_asked(target=pushed_sums.TARGET, ranks=plan.ranks, custom_all_reduce=True, traces=False)
+        pushed_sums.check_asked(target=target, ranks=ranks, custom_all_reduce=True, traces=traces)
+        report.rank_sums = pushed_sums.describe(target=target, ranks=ranks, traces=traces)
     except ConfigError as error:
-        report.problems.append(str(error))
+        if str(error) not in report.problems:  # of a wrong target there is one already
+            report.problems.append(str(error))
 
 
 def examine_draft(report: Report, verified: Verified, plan: ServerFlags) -> Draft | None:
@@ -359,6 +365,7 @@ def render(report: Report) -> str:
         lines += ["", f"Checkpoint {report.checkpoint['directory']}", f"weights: {report.checkpoint['weights']}"]
         lines += [report.checkpoint_table]
         lines += [f"draft: {report.draft}"] if report.draft else []
+        lines += [f"sums over ranks: {report.rank_sums}"] if report.rank_sums else []
     if report.memory is not None:
         lines += ["", f"Memory of a rank, --tp {report.memory['setting']['ranks']}, a forecast"]
         lines += [f"  {line}" for line in report.memory_lines]

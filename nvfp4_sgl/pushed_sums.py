@@ -71,6 +71,44 @@ def planned(*, target: str, ranks: int, traces: bool = False) -> bool:
     return target == TARGET and ranks in RANKS_BY_DEFAULT and not traces if found is None else found
 
 
+def planned_tokens(*, target: str, ranks: int) -> int:
+    """Tokens of the largest pass that a :func:`planned` server pushes; 0 if it pushes none.
+
+    Raises:
+        ConfigError: as :func:`asked`.
+    """
+    pushes = target == TARGET and planned(target=target, ranks=ranks)
+    return capacity(ranks) if pushes else 0
+
+
+def describe(*, target: str, ranks: int, traces: bool) -> str:
+    """The way in which a planned server that :func:`check_asked` accepts forms its sums, and why.
+
+    Args:
+        target, ranks, traces: as of :func:`planned`.
+
+    Raises:
+        ConfigError: as :func:`asked`.
+    """
+    if ranks == 1:
+        return "of one rank"
+    if planned(target=target, ranks=ranks, traces=traces):
+        why = f"{SWITCH}=1" if asked() else f"the default of {ranks} ranks whose GPUs reach each other's memory"
+        return f"pushed in passes of up to {capacity(ranks)} tokens, else by SGLang's all-reduce: {why}"
+    return f"by SGLang's all-reduce: {_why_not(target, ranks, traces)}"
+
+
+def _why_not(target: str, ranks: int, traces: bool) -> str:
+    """The reason for which such ranks push nothing."""
+    if target != TARGET:
+        return f"kernels of {TARGET} alone push, found {target}"
+    if ranks not in PUSHING_RANKS:
+        return f"2, 4 or 8 ranks can push, found {ranks}"
+    if asked() is False:
+        return f"{SWITCH}=0"
+    return "NVFP4_SGL_TRACE is set" if traces else f"the default of {ranks} ranks; {SWITCH}=1 has them push"
+
+
 def capacity(ranks: int) -> int:
     """Tokens of the largest pass whose parts are pushed; 0 if so many ranks push none."""
     return MAX_PUSHED_TOKENS if ranks in PUSHING_RANKS else 0

@@ -22,7 +22,7 @@ from benchmarks.full_size_plan import (
     starts,
 )
 from benchmarks.released import MODELS, DraftWeights, config_of
-from nvfp4_sgl import prompt_sizes
+from nvfp4_sgl import prompt_sizes, pushed_sums
 from nvfp4_sgl.checkpoint.drafts import DraftKind
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.names import Role, tensor_specs
@@ -149,6 +149,7 @@ def forecast_of(arguments: argparse.Namespace, start: Start, target: str, free: 
         most_tokens=None if most is None else int(most),
         window_by_ratio=False,
         prompt_tokens=prompt_sizes.planned(chunk) if captures else 0,
+        pushed_tokens=pushed_sums.planned_tokens(target=target, ranks=arguments.tp),
     )
     draft = draft_of(arguments)
     if start.drafts:

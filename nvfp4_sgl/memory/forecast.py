@@ -16,6 +16,7 @@ from nvfp4_sgl.memory.pools import (
     bytes_per_server,
     bytes_per_token,
     draft_bytes_per_token,
+    inbox_bytes,
     largest_chunk,
     least_tokens,
 )
@@ -29,6 +30,7 @@ GPU_RUNTIME_BYTES = 3 << 29
 """Estimated: CUDA context, compiled kernels and their workspace (18.5 MiB on a B200), NCCL and captured graphs of a
 rank, 1.5 GiB."""
 PROMPTS = "graphs of prompts"
+INBOXES = "inboxes of pushed sums"
 GRAPH_LAYER_BYTES = 9 << 17
 """What the driver keeps for a layer's launches in a captured prompt pass: 1.1 MiB, estimated. On H200s eight graphs of
 43 layers took 0.4 GB more than their activations (``launch/results/flash_tp2_h200.md``)."""
@@ -179,6 +181,9 @@ def forecast(
     weights = weight_bytes(config, storage, target, setting.owner, setting.dtype_bytes, mode, stage)
     sizes = (setting.requests, setting.context)
     server = bytes_per_server(config, *sizes, stage, setting.rings, setting.round_tokens)
+    if setting.pushed_tokens:
+        models = 1 if setting.draft is None else 2  # a draft's ranks have inboxes of their own
+        server[INBOXES] = models * inbox_bytes(config, setting.ranks, setting.pushed_tokens)
     token = bytes_per_token(config, setting.row_bytes, setting.swa_ratio, stage, setting.rings)
     estimated = _estimated(config, descriptor(target, mode), setting)
     if setting.draft is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nvfp4_sgl import prompt_sizes
+from nvfp4_sgl import prompt_sizes, pushed_sums
 from nvfp4_sgl.arguments import add_ranks, add_target, whole_number
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
 from nvfp4_sgl.checkpoint.drafts import Draft
@@ -69,7 +69,7 @@ class ServerFlags:
 
         Raises:
             ConfigError: a flag that ``target`` or the model does not take, with what it takes; or a wrong value of
-                ``NVFP4_SGL_PROMPT_GRAPHS``.
+                ``NVFP4_SGL_PROMPT_GRAPHS`` or ``NVFP4_SGL_PUSHED_SUMS``.
         """
         taken = descriptor(target).kv_cache_dtypes
         if self.kv_cache_dtype not in taken:
@@ -84,6 +84,7 @@ class ServerFlags:
                 f"--chunked-prefill-size {self.chunk}: expected a multiple of {PAGE_TOKENS}, the tokens of a page"
             )
         setting = self._on_gpu(longest) if descriptor(target).on_gpu else self._on_cpu(longest)
+        setting = replace(setting, pushed_tokens=pushed_sums.planned_tokens(target=target, ranks=self.ranks))
         if draft is None:
             return setting
         guesses = self.block or draft.block or self.steps or DRAFT_STEPS

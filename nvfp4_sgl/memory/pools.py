@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from nvfp4_sgl.cache.layout import PAGE_TOKENS, STATE_RING, Rings
 from nvfp4_sgl.config import LayerKind, ModelConfig
 from nvfp4_sgl.formats import index_entry, kv_entry
+from nvfp4_sgl.weights.parallel import Collective
 
 STATE_BYTES = 4
 """An element of a compressor's state: fp32."""
@@ -111,6 +112,15 @@ def bytes_per_server(
         "ratio-128 states": hca * rows * 2 * config.head_dim * STATE_BYTES,
         "table of slots": (requests + 1) * (context + table_margin(round_tokens)) * 4,
     }
+
+
+def inbox_bytes(config: ModelConfig, ranks: int, tokens: int) -> int:
+    """Bytes of a rank's inboxes for sums whose parts are pushed: a bf16 row for each place, sender and token.
+
+    Args:
+        ranks: that send. tokens: of the largest pass that pushes.
+    """
+    return len(Collective) * ranks * tokens * config.hidden_size * 2
 
 
 def _row(config: ModelConfig, row_bytes: int | None, page: int) -> float:

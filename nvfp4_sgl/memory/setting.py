@@ -26,6 +26,7 @@ class Setting:
         draft: the kind of the draft that is served beside the model, if one is.
         round_tokens: ``--speculative-num-draft-tokens``, tokens of a verify pass; 0 without a draft.
         prompt_tokens: of the largest prompt pass that is captured; 0 if none is.
+        pushed_tokens: of the largest pass whose parts of sums ranks push to each other; 0 if they push none.
     """
 
     ranks: int
@@ -41,6 +42,7 @@ class Setting:
     draft: DraftKind | None = None
     round_tokens: int = 0
     prompt_tokens: int = 0
+    pushed_tokens: int = 0
 
     @property
     def rings(self) -> Rings:

@@ -37,12 +37,12 @@ from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import OFF
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.ledger import find
-from nvfp4_sgl.serving.trace import is_traced
 from nvfp4_sgl.sglang_defaults import CPU_SWA_RATIO
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.targets import requirements
 from nvfp4_sgl.targets.choose import choose, detect_target, mode_of
 from nvfp4_sgl.targets.target import descriptor
+from nvfp4_sgl.tracing.asked import is_traced
 from nvfp4_sgl.weights.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)

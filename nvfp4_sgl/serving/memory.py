@@ -16,11 +16,11 @@ from nvfp4_sgl.sglang_defaults import PACKED_SWA_RATIO
 from nvfp4_sgl.targets.choose import Choice
 
 
-def forecast_here(verified: Verified, choice: Choice, context: int) -> Forecast:
+def forecast_here(verified: Verified, choice: Choice, context: int, pushed_tokens: int) -> Forecast:
     """Forecast what this rank needs and has, and log it in a line; ``/server_info`` has all of it.
 
     Args:
-        context: tokens of the longest request.
+        context: tokens of the longest request. pushed_tokens: as of :class:`..memory.setting.Setting`.
 
     Raises:
         UnsupportedError: it is too little, with the arithmetic.
@@ -43,6 +43,7 @@ def forecast_here(verified: Verified, choice: Choice, context: int) -> Forecast:
         draft=None if algorithm is None else DRAFTS[algorithm.upper()],
         round_tokens=settings.round_tokens(),
         prompt_tokens=max(captured_tokens(), default=0),
+        pushed_tokens=pushed_tokens,
     )
     found = forecast(verified, choice.target, setting, free_bytes(ranks), choice.mode)
     found.check()

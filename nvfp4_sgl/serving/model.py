@@ -34,9 +34,10 @@ from nvfp4_sgl.serving.loading import LoadedOnce
 from nvfp4_sgl.serving.memory import forecast_here
 from nvfp4_sgl.serving.sglang import parallel, settings
 from nvfp4_sgl.serving.sglang.ledger import find
-from nvfp4_sgl.serving.trace import check_trace, is_traced, recorder
+from nvfp4_sgl.serving.trace import check_trace, recorder
 from nvfp4_sgl.targets.choose import Choice
 from nvfp4_sgl.targets.fused.exchange import exchange_of, shared_inboxes
+from nvfp4_sgl.tracing.asked import is_traced
 from nvfp4_sgl.tracing.record import Recorder
 from nvfp4_sgl.weights.layout import held_elsewhere
 from nvfp4_sgl.weights.parallel import Collective, Exchange, SequenceParallel, TensorParallel
@@ -58,7 +59,7 @@ class DeepseekV4ForCausalLM(LoadedOnce):
         self.activation_mode = self.choice.mode
         check_trace()
         longest = settings.resolved("context_length") or self.model_config.max_position_embeddings
-        self.memory = forecast_here(self.verified, self.choice, int(longest))
+        self.memory = forecast_here(self.verified, self.choice, int(longest), pushed_tokens(self.choice.target))
         if parallel.tp_rank() == 0:
             setting = compiled_for(self.memory.setting, self.choice, self.uniform_experts)
             start_compiling(self.verified, self.choice.target, setting)
@@ -224,7 +225,8 @@ def rank_context(
 ) -> Context:
     """The context of this rank's modules, on the device and in the dtype of ``like``."""
     ranks = SequenceParallel(reduce_scatter, parallel.tp_all_gather)
-    exchange = shared_exchange(config.hidden_size, like.device) if pushes_sums(choice.target) else None
+    tokens = pushed_tokens(choice.target)
+    exchange = shared_exchange(tokens, config.hidden_size, like.device) if tokens else None
     share = TensorParallel(parallel.tp_rank(), parallel.tp_size(), all_reduce, ranks, exchange)
     return Context(reader, config, choice.boundaries, like.device, like.dtype, choice.mode, share, uniform_experts)
 
@@ -243,7 +245,7 @@ def compiled_for(sizes: Setting, choice: Choice, uniform_experts: bool) -> Servi
         uniform_experts,
         choice.mode,
         sizes.round_tokens,
-        pushes_sums(choice.target),
+        sizes.pushed_tokens > 0,
     )
 
 
@@ -264,13 +266,21 @@ def pushes_sums(target: str) -> bool:
     return parallel.reaches_peers()
 
 
-def shared_exchange(width: int, device: torch.device) -> Exchange:
-    """Room for the pushed parts of this model's short passes in the memory of all ranks, which all call this.
+def pushed_tokens(target: str) -> int:
+    """Tokens of the largest pass whose parts of sums this server's ranks push; 0 if they push none.
+
+    Raises:
+        ConfigError: as :func:`pushes_sums`.
+    """
+    return pushed_sums.capacity(parallel.tp_size()) if pushes_sums(target) else 0
+
+
+def shared_exchange(tokens: int, width: int, device: torch.device) -> Exchange:
+    """Room for pushed parts of passes of up to ``tokens`` tokens in the memory of all ranks, which all call this.
 
     Raises:
         ConfigError: PyTorch cannot share memory between the ranks' GPUs.
     """
-    tokens = pushed_sums.capacity(parallel.tp_size())
     try:
         inboxes = shared_inboxes(parallel.tp_cpu_group(), tokens, width, device)
     except RuntimeError as error:

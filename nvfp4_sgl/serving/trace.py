@@ -11,21 +11,15 @@ import torch
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.model.decoder import Decoder
 from nvfp4_sgl.serving.sglang import parallel, settings
+from nvfp4_sgl.tracing.asked import TRACE, is_traced
 from nvfp4_sgl.tracing.contents import FORMAT
 from nvfp4_sgl.tracing.record import Recorder
 
-TRACE = "NVFP4_SGL_TRACE"
-"""Folder for records, one file a rank; unset or empty: nothing is recorded."""
 TRACE_PASSES = "NVFP4_SGL_TRACE_PASSES"
 """How many passes are recorded, from the first."""
 DEFAULT_PASSES = 32
 MAX_HEADER_BYTES = 2**16
 """More than a record's first line has."""
-
-
-def is_traced() -> bool:
-    """Whether the environment asks for a record of passes."""
-    return bool(os.environ.get(TRACE))
 
 
 def check_trace() -> None:

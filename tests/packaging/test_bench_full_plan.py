@@ -27,6 +27,7 @@ from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.draft_config import DsparkConfig
+from nvfp4_sgl.memory.forecast import INBOXES
 from nvfp4_sgl.prompt_sizes import SWITCH
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny import storage
@@ -478,6 +479,19 @@ def test_the_forecast_counts_graphs_of_prompts(
     found = forecast_of(arguments, starts(arguments)[0], "sm_90a", CARDS[H200])
     assert found.setting.prompt_tokens == captured
     assert ("graphs of prompts" in found.estimated) == (captured > 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "switch", "pushes"), [(("--tp", "2"), "", 1), (("--tp", "2"), "0", 0), (("--tp", "4"), "", 0)]
+)
+def test_the_forecast_counts_inboxes(
+    words: tuple[str, ...], switch: str, pushes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bf16 row for two sums, two ranks and 32 tokens."""
+    monkeypatch.setenv(pushed_sums.SWITCH, switch)
+    arguments = options("ours", "--layers", "4", *words)
+    found = forecast_of(arguments, starts(arguments)[0], "sm_90a", CARDS[H200])
+    assert found.server.get(INBOXES, 0) == pushes * 2 * 2 * 32 * 4096 * 2
 
 
 def test_a_dry_run_needs_no_gpu(tmp_path: Path) -> None:

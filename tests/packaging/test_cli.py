@@ -15,6 +15,7 @@ import pytest
 
 from nvfp4_sgl import cli, doctor, pushed_sums
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.memory.forecast import INBOXES
 from nvfp4_sgl.memory.plan import ServerFlags
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.process_exit import DISABLE_VARIABLE
@@ -168,6 +169,32 @@ def test_doctor_sees_the_switch_of_sums(tmp_path: Path, monkeypatch: pytest.Monk
     (problem,) = found(tmp_path / "tiny", **one)
     assert "expected --tp-size 2, 4 or 8, found 1" in problem
     assert not found(None, target="sm_90a") + found(tmp_path / "tiny", **two)
+
+
+def test_doctor_says_how_ranks_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In words and in JSON; a server that would be refused has no way to sum."""
+    write_tiny(tmp_path / "tiny", "nvfp4-full", seed=3, num_hidden_layers=1)
+    words = ["doctor", str(tmp_path / "tiny"), "--target", "sm_90a", "--tp"]
+
+    def said(ranks: int) -> tuple[int, Any]:
+        status = cli.main([*words, str(ranks), "--json"])
+        return status, json.loads(capsys.readouterr().out)
+
+    monkeypatch.delenv(pushed_sums.SWITCH, raising=False)
+    for ranks, found in {1: "of one rank", 2: "pushed in passes of up to 32 tokens, else by"}.items():
+        status, report = said(ranks)
+        assert status == 0 and report["rank_sums"].startswith(found)
+        assert (INBOXES in report["memory"]["server"]) is (ranks == 2)
+        cli.main([*words, str(ranks)])
+        assert f"sums over ranks: {found}" in capsys.readouterr().out
+    monkeypatch.setenv("NVFP4_SGL_TRACE", str(tmp_path / "records"))
+    assert said(2)[1]["rank_sums"] == "by SGLang's all-reduce: NVFP4_SGL_TRACE is set"
+    monkeypatch.setenv(pushed_sums.SWITCH, "1")
+    status, report = said(2)
+    assert status == 1 and report["rank_sums"] == "" and len(report["problems"]) == 1
+    assert f"{pushed_sums.SWITCH}=1: expected no record of passes" in report["problems"][0]
 
 
 def test_build_refuses_pushed_sums_of_another_target(

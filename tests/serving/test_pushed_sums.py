@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,19 +13,24 @@ import torch
 
 from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.build import Serving, share_of
+from nvfp4_sgl.checkpoint.drafts import DraftKind
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.limits import PUSHING_RANKS
+from nvfp4_sgl.memory.forecast import INBOXES, Forecast, forecast
+from nvfp4_sgl.memory.plan import ServerFlags
 from nvfp4_sgl.pushed_sums import SWITCH, capacity
-from nvfp4_sgl.serving import model, runtime_info
-from nvfp4_sgl.serving.sglang import parallel
-from nvfp4_sgl.serving.trace import TRACE
+from nvfp4_sgl.serving import loading, memory, model, runtime_info
+from nvfp4_sgl.serving.sglang import parallel, settings
+from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.synthetic.tiny_config import TinyFormat, tiny_config
 from nvfp4_sgl.targets.choose import choose
 from nvfp4_sgl.targets.fused import exchange as shared_memory
 from nvfp4_sgl.targets.fused.exchange import exchange_of, lone_exchange
+from nvfp4_sgl.tracing.asked import TRACE
 from nvfp4_sgl.triton_kernels.common.inbox import empty_inbox
 from nvfp4_sgl.weights.parallel import Collective, TensorParallel
+from tests.support import released
 
 SERVER: dict[str, Any] = {"target": "sm_90a", "ranks": 2, "custom_all_reduce": True, "traces": False}
 """A server that can push."""
@@ -124,11 +132,61 @@ def test_a_server_compiles_for_the_sums_that_it_has(monkeypatch: pytest.MonkeyPa
     """Not for those that the environment would have: its GEMMs are another library."""
     monkeypatch.setattr(parallel, "tp_size", lambda: 2)
     monkeypatch.delenv(SWITCH, raising=False)
-    sizes: Any = SimpleNamespace(ranks=2, context=512, requests=4, chunk=64, round_tokens=3)
     for reaches in (True, False):
         monkeypatch.setattr(parallel, "reaches_peers", lambda reaches=reaches: reaches)
+        tokens = model.pushed_tokens("sm_90a")
+        assert tokens == (capacity(2) if reaches else 0)
+        sizes: Any = SimpleNamespace(ranks=2, context=512, requests=4, chunk=64, round_tokens=3, pushed_tokens=tokens)
         found = model.compiled_for(sizes, choose("sm_90a"), True)
         assert found == Serving(2, 512, 4, 64, True, choose("sm_90a").mode, 3, reaches)
+
+
+def test_a_server_forecasts_the_sums_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it compiles for comes from its forecast."""
+    (tmp_path / "config.json").write_text(json.dumps(released.FLASH))
+    verified, found = verify_dummy(tmp_path), list[Any]()
+    values = {"max_running_requests": 4, "swa_full_tokens_ratio": 0.1, "mem_fraction_static": 0.8}
+    asked: dict[str, Any] = {
+        "served_arguments": None,
+        "given_arguments": {"kv_cache_dtype": "auto"},
+        "draft_algorithm": None,
+        "largest_prefill": 8192,
+        "sizes_window_by_ratio": True,
+        "round_tokens": 0,
+        "environment_flag": False,
+    }
+    for name, value in asked.items():
+        monkeypatch.setattr(settings, name, lambda *_, value=value: value)
+    monkeypatch.setattr(settings, "resolved", values.get)
+    for place, name, value in (
+        (loading.arguments, "served_here", verified),
+        (loading.models, "activation_mode", None),
+        (loading, "detect_target", "sm_90a"),
+        (memory.kv_pool, "row_dtype", None),
+        (memory, "captured_tokens", ()),
+        (memory, "free_bytes", 139 << 30),
+        (parallel, "tp_size", 2),
+        (parallel, "tp_rank", 0),
+    ):
+        monkeypatch.setattr(place, name, lambda *_, value=value: value)
+
+    def compiling(verified: Any, target: str, setting: Serving) -> None:
+        found.append(setting)
+        raise InterruptedError
+
+    def recorded(*given: Any) -> Forecast:
+        found.append(forecast(*given))
+        return found[-1]
+
+    monkeypatch.setattr(model, "start_compiling", compiling)
+    monkeypatch.setattr(memory, "forecast", recorded)
+    monkeypatch.delenv(SWITCH, raising=False)
+    for reaches in (True, False):
+        monkeypatch.setattr(parallel, "reaches_peers", lambda reaches=reaches: reaches)
+        with pytest.raises(InterruptedError):
+            model.DeepseekV4ForCausalLM(None)
+        forecasted, compiled = found[-2:]
+        assert compiled.pushed_sums is reaches is (INBOXES in forecasted.server)
 
 
 def test_a_server_that_records_passes_pushes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +218,70 @@ def test_no_rank_sends_before_every_inbox_is_empty(monkeypatch: pytest.MonkeyPat
     group: Any = "group"
     shared_memory.shared_inboxes(group, 4, 8, torch.device("cpu"))
     assert done == ["written", "meet"]
+
+
+@pytest.mark.parametrize("ranks", PUSHING_RANKS)
+def test_inboxes_take_what_is_forecast(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the model, and of a draft beside it; without pushed sums there are none."""
+    allocated: list[torch.Tensor] = []
+
+    def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        allocated.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return allocated[-1]
+
+    shared = SimpleNamespace(offset=0, get_buffer=lambda rank, shape, dtype: allocated[-1])
+    monkeypatch.setattr(shared_memory.symmetric, "empty", empty)
+    monkeypatch.setattr(shared_memory.symmetric, "rendezvous", lambda tensor, group: shared)
+    for name, value in {"get_world_size": ranks, "get_rank": 1, "barrier": None}.items():
+        monkeypatch.setattr(shared_memory.dist, name, lambda group, value=value: value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    for name, found in {"tp_rank": 1, "tp_size": ranks, "tp_cpu_group": "group", "reaches_peers": True}.items():
+        monkeypatch.setattr(parallel, name, lambda found=found: found)
+    monkeypatch.setenv(SWITCH, "1")
+    (tmp_path / "config.json").write_text(json.dumps(released.FLASH))
+    verified = verify_dummy(tmp_path)
+    like = torch.empty(0, dtype=torch.bfloat16, device="meta")
+    given: Any = (None, verified.config, choose("sm_90a"), like, False)
+    model.rank_context(*given)
+    (own,) = allocated
+    setting = ServerFlags(ranks=ranks).setting("sm_90a", verified.config)
+    assert setting.pushed_tokens == capacity(ranks)
+    assert forecast(verified, "sm_90a", setting, None).server[INBOXES] == own.nbytes
+    for more, models in ({"draft": DraftKind.MTP, "round_tokens": 3}, 2), ({"pushed_tokens": 0}, 0):
+        changed = replace(setting, **more)
+        assert forecast(verified, "sm_90a", changed, None).server.get(INBOXES, 0) == models * own.nbytes
+    monkeypatch.setenv(SWITCH, "0")
+    assert ServerFlags(ranks=ranks).setting("sm_90a", verified.config).pushed_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "value", "words"),
+    [
+        ({}, None, "pushed in passes of up to 32 tokens, else by SGLang's all-reduce: the default of 2 ranks"),
+        ({}, "1", f"pushed in passes of up to 32 tokens, else by SGLang's all-reduce: {SWITCH}=1"),
+        ({"ranks": 4}, "1", f"pushed in passes of up to 32 tokens, else by SGLang's all-reduce: {SWITCH}=1"),
+        ({}, "0", f"by SGLang's all-reduce: {SWITCH}=0"),
+        ({"ranks": 8}, None, f"by SGLang's all-reduce: the default of 8 ranks; {SWITCH}=1 has them push"),
+        ({"ranks": 16}, None, "by SGLang's all-reduce: 2, 4 or 8 ranks can push, found 16"),
+        ({"ranks": 1}, None, "of one rank"),
+        ({"target": "sm_100a"}, None, "by SGLang's all-reduce: kernels of sm_90a alone push, found sm_100a"),
+        ({"target": "cpu", "ranks": 4}, "0", "by SGLang's all-reduce: kernels of sm_90a alone push, found cpu"),
+        ({"traces": True}, None, f"by SGLang's all-reduce: {TRACE} is set"),
+    ],
+)
+def test_the_reason_is_said(
+    changed: dict[str, Any], value: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    if value is not None:
+        monkeypatch.setenv(SWITCH, value)
+    given: dict[str, Any] = {"target": "sm_90a", "ranks": 2, "traces": False} | changed
+    said = pushed_sums.describe(**given)
+    assert said.startswith(words)
+    assert said.startswith("pushed") is pushed_sums.planned(**given)
+    if not given["traces"]:
+        tokens = pushed_sums.planned_tokens(target=given["target"], ranks=given["ranks"])
+        assert tokens == (32 if said.startswith("pushed") else 0)
 
 
 def test_a_rank_s_share_has_the_inboxes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +346,7 @@ def test_memory_that_cannot_be_shared_is_named(monkeypatch: pytest.MonkeyPatch) 
     for name, value in {"tp_rank": 1, "tp_size": 2, "tp_cpu_group": "group"}.items():
         monkeypatch.setattr(parallel, name, lambda value=value: value)
     with pytest.raises(ConfigError, match=f"cannot share it: CUDA driver error: .* not permitted; set {SWITCH}=0"):
-        model.shared_exchange(4096, torch.device("cpu"))
+        model.shared_exchange(32, 4096, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
