@@ -87,11 +87,25 @@ def link(entries: Mapping[KernelKey, str], objects: Path, folder: Path, linker: 
     code = library.read_bytes()
     kernels = {key.name: {"kernel": repr(key), "entry": entry} for key, entry in entries.items()}
     manifest = fingerprint() | {"sha256": hashlib.sha256(code).hexdigest(), "kernels": kernels}
+    _write(folder, code, (json.dumps(manifest, indent=1) + "\n").encode())
+
+
+def copy(source: Path, folder: Path) -> None:
+    """Copy the library in ``source`` to ``folder``.
+
+    Raises:
+        LibraryError: ``folder`` cannot be written.
+    """
+    _write(folder, (source / LIBRARY).read_bytes(), (source / MANIFEST).read_bytes())
+
+
+def _write(folder: Path, code: bytes, manifest: bytes) -> None:
+    """Write a library to ``folder``, the manifest last."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
         _put(folder / LIBRARY, code)
-        _put(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+        _put(folder / MANIFEST, manifest)
     except OSError as error:
         raise LibraryError(
             f"{folder}: expected a folder to write {LIBRARY} to, found none: {error}; make it writable, or make room"

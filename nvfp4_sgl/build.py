@@ -88,7 +88,7 @@ def build(
 
     Args:
         verified: the checkpoint, or random weights; no values are read.
-        output: where the kernels go; this user's caches if ``None``.
+        output: where the kernels go, those of this user's caches copied; these caches if ``None``.
         gpu: the one that serves; one that the target assumes, if ``None``.
         given: a folder of kernels built ahead of time; a library of GEMMs is not compiled where it has all of them.
 
@@ -105,10 +105,13 @@ def build(
     variants = list(dict.fromkeys(variant for _, more in found for variant in more))
     # A library for each number of ranks and for a draft, as servers look for them; one for all where a folder is given.
     libraries = [keys for keys, _ in found] if output is None else [[key for keys, _ in found for key in keys]]
-    with ahead.cached_in(triton_cache() if output is None else output / compile_ahead.TRITON_FOLDER):
+    cache = triton_cache()
+    with ahead.cached_in(cache if output is None else output / compile_ahead.TRITON_FOLDER):
         for keys in libraries:
             unique = sorted(set(keys), key=lambda key: key.name)
             folder = output or compile_ahead.folder_of(unique, given)
+            if output is not None:
+                compile_ahead.copy_cached(unique, variants, output, cache)
             compile_ahead.compile_missing(unique, variants, folder, gpu.capability)
     return len({key for keys, _ in found for key in keys}), len(variants)
 

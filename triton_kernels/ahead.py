@@ -14,7 +14,7 @@ import json
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,9 +80,19 @@ class Variant:
 
         Triton reads none of a kernel's files if one is missing: the launch would compile it, alone, in its process.
         """
+        return bool(self.files())
+
+    def files(self) -> list[Path]:
+        """Its files in Triton's cache, the note last; none unless it :attr:`is_compiled`."""
         if not self._note.exists():
-            return False
-        return get_cache_manager(self._note.read_text()).get_group(f"{self.name}.json") is not None
+            return []
+        manager = get_cache_manager(self._note.read_text())
+        group = manager.get_group(f"{self.name}.json")
+        if group is None:
+            return []
+        listed = manager.get_file(f"{GROUP}{self.name}.json")
+        assert listed is not None, "Triton found the group by it"
+        return [Path(listed), *map(Path, group.values()), self._note]
 
     @property
     def _note(self) -> Path:
@@ -229,10 +239,17 @@ def cached_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def adopt(folder: Path) -> None:
-    """Copy what another cache ``folder`` holds into Triton's, where it is not there yet."""
-    for source in folder.glob("*/*"):
-        target = Path(triton.knobs.cache.dir) / source.relative_to(folder)
+def adopt(folder: Path, variants: Iterable[Variant] | None = None) -> None:
+    """Copy what another cache ``folder`` holds into Triton's, where it is not there yet.
+
+    Args:
+        variants: those to copy; all that is in ``folder`` if ``None``.
+    """
+    if variants is not None:
+        with cached_in(folder):
+            held = [file for variant in variants for file in variant.files()]
+    for source in folder.glob("*/*") if variants is None else held:
+        target = Path(triton.knobs.cache.dir, *source.parts[-2:])  # lists of a cache that was moved name its old place
         if target.exists():
             continue
         content = source.read_bytes()

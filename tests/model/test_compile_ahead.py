@@ -585,6 +585,81 @@ def test_a_server_compiles_nothing_that_was_built_ahead(
     assert [set(job.tasks) for job in jobs] == [set(keys)]
 
 
+@pytest.fixture
+def cached(
+    here: None, verified: Verified, caches: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[KernelKey], list[Variant], Callable[[Path], set[KernelKey | Variant]]]:
+    """What a server needs, all of it in this user's caches; and ``build(out)``, which tells what it has compiled."""
+    variants, keys = [*noted(normalise), *noted(lambda: normalise(width=512))], [SMALLEST_KERNEL]
+    monkeypatch.setattr(build, "needed", lambda *given: (keys, variants))
+    shutil.copytree(library, compile_ahead.library_folder(keys))
+    build.build(verified, "sm_90a", [Serving(1, 512)])
+
+    def compiled(out: Path) -> set[KernelKey | Variant]:
+        tasks: set[KernelKey | Variant] = set()
+
+        def run(job: compile_ahead.Job, processes: int) -> None:
+            tasks.update(job.tasks)
+            run_here(job, processes)
+
+        monkeypatch.setattr(compile_ahead, "_run", run)
+        build.build(verified, "sm_90a", [Serving(1, 512)], out)
+        return tasks
+
+    return keys, variants, compiled
+
+
+def test_a_build_copies_what_this_user_s_caches_hold(
+    cached: Any, caches: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lies there is complete: launches find it when the caches are gone."""
+    keys, _, compiled = cached
+    with caplog.at_level("INFO", compile_ahead.logger.name):
+        assert not compiled(tmp_path / "out")
+        assert not compiled(tmp_path / "out")
+    assert [record.getMessage() for record in caplog.records] == [
+        "copied 1 GEMMs and 2 Triton kernels from this user's caches"
+    ]
+    shutil.rmtree(caches)
+    shutil.rmtree(tmp_path / "user")
+    assert Library(tmp_path / "out", runtime=runtime_library(), device=0).names == {key.name for key in keys}
+    with ahead.cached_in(tmp_path / "out" / compile_ahead.TRITON_FOLDER):
+        assert hits(normalise) == hits(lambda: normalise(width=512)) == [True]
+
+
+def test_a_build_compiles_what_this_user_s_caches_lack(cached: Any, caches: Path, tmp_path: Path) -> None:
+    """A kernel without one of its files; GEMMs that are more than those of a library."""
+    keys, variants, compiled = cached
+    lacking = variants[0]
+    (code,) = (file for file in lacking.files() if file.suffix == ".cubin")
+    code.unlink()
+    assert compiled(tmp_path / "out") == {lacking}
+    keys.append(KernelKey("sm_90a", KernelShape(16)))
+    assert compiled(tmp_path / "second") == {lacking, *keys}
+    with ahead.cached_in(tmp_path / "second" / compile_ahead.TRITON_FOLDER):
+        assert all(variant.is_compiled for variant in variants)
+    assert not lacking.is_compiled
+
+
+@pytest.mark.parametrize("name", [MANIFEST, LIBRARY])
+def test_a_build_copies_no_damaged_library(
+    name: str, cached: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, _, compiled = cached
+    file = compile_ahead.library_folder(keys) / name
+    file.write_bytes(file.read_bytes()[:40])
+    assert compiled(tmp_path / "out") == {*keys} and not caplog.text
+
+
+def test_a_build_compiles_what_cannot_be_copied(
+    cached: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, variants, compiled = cached
+    monkeypatch.setattr(ahead, "adopt", mock.Mock(side_effect=PermissionError("held back")))
+    assert compiled(tmp_path / "out") == {*keys, *variants}
+    assert "kernels of this user's caches cannot be copied: held back" in caplog.text
+
+
 def test_what_is_built_for_this_machine_is_where_its_servers_look(
     verified: Verified, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,33 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
+def copy_cached(keys: Sequence[KernelKey], variants: Iterable[Variant], folder: Path, triton_cache: Path) -> None:
+    """Copy what this user's caches hold of ``keys`` and ``variants`` to where :func:`compile_missing` looks for it.
+
+    GEMMs are copied if a library of just these ``keys`` is there, as of a server without a draft, and ``folder`` lacks
+    one. What cannot be read is left to be compiled.
+
+    Args:
+        folder: as of :func:`compile_missing`. triton_cache: the user's.
+
+    Raises:
+        LibraryError: ``folder`` cannot be written.
+    """
+    missing = [variant for variant in variants if not variant.is_compiled]
+    gemms, cached = _gemms_to_compile(keys, folder), library_folder(keys)
+    if _gemms_to_compile(gemms, cached):
+        gemms = []
+    try:
+        ahead.adopt(triton_cache, missing)
+        if gemms:
+            library.copy(cached, folder)
+    except OSError as error:
+        logger.warning("kernels of this user's caches cannot be copied: %s", error)
+    kernels = sum(variant.is_compiled for variant in missing)
+    if gemms or kernels:
+        logger.info("copied %d GEMMs and %d Triton kernels from this user's caches", len(gemms), kernels)
+
+
 def compile_missing(keys: Sequence[KernelKey], variants: Iterable[Variant], folder: Path, capability: int) -> None:
     """Compile the GEMMs of ``keys`` into a library in ``folder`` unless one is there, and ``variants`` for Triton.
 
