@@ -16,6 +16,8 @@ DRAFT_STEPS = 3
 """``--speculative-num-steps`` of an MTP draft."""
 PACKED_SWA_RATIO = 0.1
 """``--swa-full-tokens-ratio``."""
+SAMPLERS = ("flashinfer", "pytorch")
+"""Values of ``--sampling-backend`` on NVIDIA's GPUs. SGLang has them, but to import it moves the caches of kernels."""
 
 CPU_DEFAULTS: dict[str, Any] = {
     "dtype": "float32",

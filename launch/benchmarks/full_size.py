@@ -52,7 +52,7 @@ from nvfp4_sgl.arguments import MAX_RANKS, whole_number
 from nvfp4_sgl.cache.layout import DRAFTED_TOKENS
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.config_fields import MAX_LAYERS
-from nvfp4_sgl.sglang_defaults import DRAFT_STEPS
+from nvfp4_sgl.sglang_defaults import DRAFT_STEPS, SAMPLERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = {"greedy": (), "top-p": ("--temperature", "1", "--top-p", "0.95")}
@@ -83,7 +83,9 @@ def main() -> int:
     parser.add_argument(
         "--sampling", choices=["greedy", "top-p"], default="greedy", help="top-p: 0.95 at temperature 1"
     )
-    parser.add_argument("--stock-sampler", default="pytorch", metavar="NAME", help="stock's --sampling-backend")
+    parser.add_argument(
+        "--stock-sampler", choices=SAMPLERS, default="pytorch", help="stock's --sampling-backend; %(default)s"
+    )
     parser.add_argument("--stock-cache", type=Path, metavar="DIR", help="keeps the kernels that stock compiles")
     parser.add_argument("--radix-cache", action="store_true", help="keep the cache of prefixes, which is off otherwise")
     parser.add_argument("--record", type=Path, metavar="FILE", help="also write the figures to this new file")

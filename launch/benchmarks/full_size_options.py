@@ -29,6 +29,7 @@ OPTIONS = {
     **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), "--tp"),
     **dict.fromkeys(("--model", "--model-path", "--load-format"), "--model and --layers"),
     "--disable-radix-cache": "--radix-cache, without which there is none",
+    "--sampling-backend": "--stock-sampler",
     "--port": "--port",
     "--admin-api-key": "the benchmark's own",
 }

@@ -380,6 +380,9 @@ WRONG: dict[str, tuple[str, str]] = {
         "stock --drafts mtp --draft-weights released", "--draft-weights released: expected ours among the servers"
     ),
     "other weights": ("--drafts mtp --draft-weights fp8", "argument --draft-weights: invalid choice: 'fp8'"),
+    "no sampler": ("--stock-sampler nope", "argument --stock-sampler: invalid choice: 'nope' (choose from 'flash"),
+    "another device's sampler": ("--stock-sampler ascend", "argument --stock-sampler: invalid choice: 'ascend'"),
+    "ours' sampler": ("--flags=--sampling-backend=flashinfer", "--flags: expected no --sampling-backend, for which"),
     "acceptance alone": ("--accepted 2", "--accepted 2: expected --drafts, too; add it"),
     "more steps": ("--drafts mtp --steps 10", "argument --steps: expected a whole number from 1 to 9, found '10'"),
     "no rows": ("--drafts mtp --accepted 0", "--accepted 0: expected 1 to 4, the rows of a round"),

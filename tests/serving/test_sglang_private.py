@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pkgutil import resolve_name
@@ -17,7 +18,7 @@ from nvfp4_sgl.serving import arguments, kv_pool
 from nvfp4_sgl.serving.sglang import ledger, settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.serving.sglang.private import Private
-from nvfp4_sgl.sglang_defaults import CPU_DEFAULTS, triton_cache
+from nvfp4_sgl.sglang_defaults import CPU_DEFAULTS, SAMPLERS, triton_cache
 from tests.packaging.checkout import ROOT
 
 
@@ -73,6 +74,15 @@ def test_a_changed_sglang_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         "sglang.srt.nothing:find: missing (finds)",
         f"{path}: expected parameters (self, name, value), found ({parameters}) (caches)",
     ]
+
+
+def test_samplers_are_those_of_nvidia_s_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that SGLang's parser takes but Huawei's and Intel's, which need their devices."""
+    monkeypatch.delenv("SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE", raising=False)
+    parser = argparse.ArgumentParser()
+    find("ServerArgs").add_cli_args(parser)
+    taken = parser._option_string_actions["--sampling-backend"].choices
+    assert taken is not None and {*taken} == {*SAMPLERS, "ascend", "intel_xpu"}
 
 
 def test_what_profiles_of_the_host_go_by(monkeypatch: pytest.MonkeyPatch) -> None:
