@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from benchmarks import rank_sums
 from benchmarks.rank_sums import KINDS, Sums, line
 
 from nvfp4_sgl.targets.fused.exchange import lone_exchange
+from nvfp4_sgl.targets.fused.gemm_planner import GemmPlanner
+from nvfp4_sgl.triton_kernels.common.inbox import empty_inbox
 from nvfp4_sgl.weights.parallel import Collective, TensorParallel
 
 
@@ -82,6 +86,52 @@ def test_sglang_s_all_reduce_is_made_outside_a_server(tmp_path: Path, monkeypatc
     monkeypatch.setattr(custom_all_reduce, "dispatch_custom_allreduce", lambda **given: Made)
     group: Any = None
     assert isinstance(rank_sums.communicator(group, torch.device("cuda", 0)), Made)
+
+
+def test_the_kernels_of_every_step_are_compiled_before_it_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is compiled in a graph ends it, one that is compiled in a step is timed. An exchange chooses kernels."""
+    inboxes = [empty_inbox(2, 4, 8, "cpu") for _ in range(2)]
+    context = Shared(TensorParallel())
+    planner = create_autospec(GemmPlanner, instance=True)
+    planner.context = context
+    decoder, table, measured, compiled = SimpleNamespace(context=context), object(), list[str](), list[Any]()
+    model: Any = SimpleNamespace(decoder=decoder, planner=planner, table=table)
+
+    def standalone(*_: Any, parallel: TensorParallel, **given: Any) -> Any:
+        decoder.context = planner.context = Shared(parallel)
+        return model
+
+    def note(of: Any, slots: Any, tokens: int) -> None:
+        assert (of, slots) == (decoder, table) and tokens >= rank_sums.FLASH_PROMPT
+        compiled.append((planner.context.parallel.exchange, decoder.context.parallel.exchange))
+
+    def measure(of: Any, sums: Sums, requests: int) -> dict[str, list[float]]:
+        for kind in KINDS:
+            sums.use(kind, of)
+            needed = of.planner.context.parallel.exchange
+            assert (needed is None) is (kind != "pushed") and (needed, needed) in compiled, kind
+            measured.append(kind)
+        return {kind: [1.0] for kind in KINDS}
+
+    planner.compile_missing.side_effect = note
+    replaced: dict[str, Any] = {
+        "communicator": lambda *_: Communicator(),
+        "write_flash": lambda *_: tmp_path,
+        "verify_dummy": lambda _: SimpleNamespace(config=SimpleNamespace(hidden_size=8)),
+        "shared_inboxes": lambda group, tokens, width, device: inboxes,
+        "Standalone": standalone,
+        "measure": measure,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(rank_sums, name, value)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name in ("init_process_group", "barrier", "destroy_process_group"):
+        monkeypatch.setattr(rank_sums.dist, name, lambda *_, **given: None)
+    monkeypatch.setattr(rank_sums.dist, "group", SimpleNamespace(WORLD=object()))
+    rank_sums.work(1, Namespace(tp=2, layers=2, tokens=[1, 4], output=None), 0)
+    assert measured == [*KINDS, *KINDS]
 
 
 @pytest.mark.parametrize(("tokens", "found"), [([1], 1), ([1, 16], 16), ([17], 32), ([64, 1], 64), ([65], 128)])
