@@ -275,11 +275,25 @@ def test_relu_comes_before_the_weight(device: str):
     assert torch.allclose(found, torch.tensor(-16.0 * 128 * 128**-0.5 * layer.factor))
 
 
-def test_splits_fill_the_chip_and_no_more():
-    assert choose_splits(1, 4096, 132, DECODE) == DECODE.programs * 132
+@pytest.mark.parametrize(
+    ("queries", "keys", "splits"),
+    [
+        *((1, 1024, 8), (8, 1024, 8), (64, 1024, 2), (256, 1024, 1)),
+        *((1, 16384, 128), (8, 16384, 16), (64, 16384, 6), (256, 16384, 3)),
+        *((1, 262144, 132), (8, 262144, 49), (64, 262144, 6)),
+    ],
+)
+def test_decode_has_the_splits_that_were_fastest(queries: int, keys: int, splits: int):
+    """On an H200, by ``launch/results/tunings_h200.md``; at one or two of the sizes others were as fast."""
+    assert choose_splits(queries, keys // 128, 132, DECODE) == splits
+
+
+def test_splits_of_other_sizes():
     assert choose_splits(1, 7, 132, DECODE) == 7
-    assert choose_splits(64, 4096, 132, replace(DECODE, programs=8)) == 17
-    assert choose_splits(100000, 4096, 132, PREFILL) == 1
+    assert choose_splits(2, 4096, 132, DECODE) == DECODE.programs * 132 // 2
+    assert choose_splits(133, 4096, 132, DECODE) == 5, "of 2 and 5, which fill 67 and 84 % of two turns"
+    assert choose_splits(64, 4096, 132, replace(DECODE, programs=8)) == 16
+    assert choose_splits(100000, 4096, 132, DECODE) == choose_splits(100000, 4096, 132, PREFILL) == 1
 
 
 def test_refusals(device: str):

@@ -61,7 +61,7 @@ class Tiling:
         warps: warps of a program.
         stages: stages of the pipeline of keys.
         registers: limit of registers of a thread, ``None`` for no limit.
-        programs: programs per multiprocessor, if there are as many pages of keys.
+        programs: programs per multiprocessor, if there are as many pages of keys; see :func:`choose_splits`.
     """
 
     prepares: bool
@@ -73,9 +73,12 @@ class Tiling:
     programs: int
 
 
-DECODE = Tiling(prepares=True, queries=1, pages=2, warps=8, stages=4, registers=None, programs=2)
-"""Each request has one query, and its keys are read at memory bandwidth. There are only as many programs as keep the
-memory busy, since each prepares the query again."""
+DECODE = Tiling(prepares=True, queries=1, pages=2, warps=8, stages=3, registers=None, programs=3)
+"""Each request has one query, and its keys are read at memory bandwidth. There are only as many programs as a
+multiprocessor holds, since each prepares the query again."""
+FEW_STEPS = 16
+"""Steps of keys per multiprocessor up to which it has one program in decode: preparing a query takes as long as several
+steps. 8 queries of 16,384 keys take 7.9 µs instead of 9.6 with three (``launch/results/tunings_h200.md``)."""
 PREFILL = Tiling(prepares=False, queries=2, pages=1, warps=4, stages=3, registers=None, programs=8)
 """MMAs of 64 keys and 2 · 64 heads: of the programs that share a multiprocessor some multiply while others reduce."""
 HOPPER_PREFILL = Tiling(prepares=False, queries=4, pages=1, warps=8, stages=3, registers=128, programs=8)
@@ -237,11 +240,11 @@ def _scores_kernel(
     split = tl.program_id(1)
     row = begin + tl.arange(0, QUERIES)
     position = tl.load(positions + first + row, mask=row < rows, other=-1)
+    owner = tl.load(owners + first + tl.minimum(row, rows - 1))  # beside the positions, whether it is used or not
     visible = visible_entries(position, columns)
     visible = tl.where(visible > topk, visible, 0)
     key_arguments = (keys, page_stride, key_scales, scale_stride, scores + row * row_stride)
     if tl.max(visible, axis=0) > split * PAGES * ENTRIES_PER_PAGE:
-        owner = tl.load(owners + first + tl.minimum(row, rows - 1))
         if PREPARES:
             pages = tl.cdiv(tl.max(visible, axis=0), ENTRIES_PER_PAGE)
             page_slots = table + tl.max(owner, axis=0) * table_stride
@@ -410,5 +413,20 @@ def _check(
 
 
 def choose_splits(tiles: int, steps: int, processors: int, tiling: Tiling) -> int:
-    """Return the number of programs that share the ``steps`` steps of keys of one of ``tiles`` tiles of queries."""
-    return max(1, min(steps, cdiv(tiling.programs * processors, tiles)))
+    """Return the number of programs that share the ``steps`` steps of keys of one of ``tiles`` tiles of queries.
+
+    Tilings that prepare queries get as many programs as run at once, in one turn or, where that fills the chip better,
+    in two.
+    """
+    if not tiling.prepares:
+        return max(1, min(steps, cdiv(tiling.programs * processors, tiles)))
+    if tiles * steps <= FEW_STEPS * processors:
+        return max(1, min(steps, processors // tiles))
+    places = tiling.programs * processors
+    one, two = max(1, places // tiles), max(1, 2 * places // tiles)
+    return min(steps, two if _filled(tiles * two, places) > 1.05 * _filled(tiles * one, places) else one)
+
+
+def _filled(programs: int, places: int) -> float:
+    """Share of the places that programs take, on average over their turns."""
+    return programs / (cdiv(programs, places) * places)
