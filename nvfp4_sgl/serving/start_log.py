@@ -12,22 +12,30 @@ import sys
 import warnings
 from pathlib import Path
 
+import torch
+
 from nvfp4_sgl.architectures import is_served
 from nvfp4_sgl.config import read_config_json
 from nvfp4_sgl.errors import ConfigError
-from nvfp4_sgl.serving.sglang.log_lines import IMPORT_WARNINGS, LEFT_OUT
+from nvfp4_sgl.serving.sglang.log_lines import IMPORT_WARNINGS, LEFT_OUT, LEFT_OUT_ON_CPU
+
+ALL_LEFT_OUT = LEFT_OUT | LEFT_OUT_ON_CPU
+"""No logger is in both."""
 
 
 def leave_out_false_lines() -> None:
-    """Drop :data:`LEFT_OUT` in this process; call where the model is known to be ours."""
-    for name in LEFT_OUT:
+    """Drop :data:`LEFT_OUT` in this process, without a GPU :data:`LEFT_OUT_ON_CPU`, too.
+
+    Call where the model is known to be ours.
+    """
+    for name in LEFT_OUT if torch.cuda.is_available() else ALL_LEFT_OUT:
         target = logging.getLogger(name)
         target.removeFilter(_holds)
         target.addFilter(_holds)
 
 
 def _holds(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(tuple(LEFT_OUT[record.name]))
+    return not record.getMessage().startswith(tuple(ALL_LEFT_OUT[record.name]))
 
 
 def leave_out_import_warnings(command: list[str] | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nvfp4_sgl.serving.sglang.hooked import HOOKS
-from nvfp4_sgl.serving.sglang.log_lines import IMPORT_WARNINGS, LEFT_OUT
+from nvfp4_sgl.serving.sglang.log_lines import IMPORT_WARNINGS, LEFT_OUT, LEFT_OUT_ON_CPU
 from nvfp4_sgl.serving.sglang.names import MODULES, NAMES
 from tests.packaging.checkout import PACKAGE, imports, sources
 
@@ -96,7 +96,7 @@ def test_every_entry_says_why() -> None:
     for private in (*NAMES.values(), *MODULES.values(), *HOOKS.values()):
         assert private.path.startswith("sglang.") and private.why
     assert all(private.parameters is not None for private in HOOKS.values())
-    assert all(name.startswith("sglang.") for name in (*LEFT_OUT, *IMPORT_WARNINGS))
+    assert all(name.startswith("sglang.") for name in (*LEFT_OUT, *LEFT_OUT_ON_CPU, *IMPORT_WARNINGS))
 
 
 @pytest.mark.parametrize("source", ["request._finish()", 'x = "sglang.srt.utils"', 'f("sglang.kernels.ops:a")'])

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from nvfp4_sgl.serving import start_log
 
-MESSAGES = [(name, start) for name, starts in start_log.LEFT_OUT.items() for start in starts]
+MESSAGES = [(name, start) for name, starts in start_log.ALL_LEFT_OUT.items() for start in starts]
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +27,15 @@ def own_filters(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def remove_filters() -> None:
-    for name in start_log.LEFT_OUT:
+    for name in start_log.ALL_LEFT_OUT:
         logging.getLogger(name).filters.clear()
 
 
 @pytest.mark.parametrize(("name", "start"), MESSAGES, ids=str)
-def test_listed_messages_alone_are_left_out(name: str, start: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_listed_messages_alone_are_left_out(
+    name: str, start: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     theirs = logging.getLogger(name)
     theirs.setLevel(logging.INFO)
     theirs.warning("%s and more", start)
@@ -41,6 +45,16 @@ def test_listed_messages_alone_are_left_out(name: str, start: str, caplog: pytes
     theirs.info("something else")
     assert caplog.messages == [f"{start} and more", "something else"]
     assert len(theirs.filters) == 1
+
+
+def test_lines_of_graphs_are_left_out_without_a_gpu_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    start_log.leave_out_false_lines()
+    for name, starts in start_log.LEFT_OUT_ON_CPU.items():
+        logging.getLogger(name).warning(next(iter(starts)))
+    assert caplog.messages == [start for starts in start_log.LEFT_OUT_ON_CPU.values() for start in starts]
 
 
 def source(module: str) -> str:

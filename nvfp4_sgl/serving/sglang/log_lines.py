@@ -25,9 +25,6 @@ LEFT_OUT = {
     "sglang.srt.model_executor.model_runner_components.cuda_graph_setup": {
         "Disable prefill CUDA graph because": "SGLang's own graphs of prompts, in whose place a server has others here",
     },
-    "sglang.srt.speculative.dspark_components.dspark_draft_sampler": {
-        "DSpark draft proposal": "also said on a CPU, which has no graphs",
-    },
     "sglang.srt.distributed.bootstrap": {
         "init_cpu_threads_env and shared memory based AllReduce": "belongs to CPU kernels that are not used",
     },
@@ -39,6 +36,13 @@ LEFT_OUT = {
     },
 }
 """Why a message is left out, by SGLang's logger and how it begins."""
+
+LEFT_OUT_ON_CPU = {
+    "sglang.srt.speculative.dspark_components.dspark_draft_sampler": {
+        "DSpark draft proposal": "is folded into a graph, it says, and a CPU has none",
+    },
+}
+"""More of them, on a server without a GPU."""
 
 IMPORT_WARNINGS = {
     "sglang.srt.layers.quantization.awq.awq": "Only CUDA, HIP and XPU support AWQ",
