@@ -12,8 +12,8 @@ Unset, they are pushed where that has been measured and nothing stands against i
 TARGET = "sm_90a"
 """The target whose kernels push."""
 RANKS_BY_DEFAULT = (2,)
-"""Numbers of ranks that push without being asked. Servers of four answered one request in 3.54 ms a token by pushing, and
-in 2.95 by an all-reduce, though eight layers alone gain 4 % (launch/results/flash_tp4_h200.md). Eight have not run."""
+"""Numbers of ranks that push without being asked. Of four, eight layers alone gained 4 %, but a server lost at one
+request (launch/results/flash_tp4_h200.md); eight have not run."""
 MAX_PUSHED_TOKENS = 32
 """Tokens of the largest pass whose parts are pushed; a power of two, since kernels' variants change there. On two H200s
 a step gained 4 % with 1 request, 2 % with 16 and nothing with 64 or more (launch/results/hopper_step_h200.md)."""
