@@ -105,8 +105,8 @@ def fill(model: Standalone, requests: int) -> None:
 
 
 @torch.no_grad()
-def measure(model: Standalone, sums: Sums, requests: int) -> dict[str, list[float]]:
-    """µs of a step of ``requests`` requests by the kind of sums, a value a turn.
+def measure(model: Standalone, sums: Sums, requests: int) -> tuple[dict[str, list[float]], float]:
+    """(µs of a step of ``requests`` requests by the kind of sums, a value a turn; the logits' error by pushed parts).
 
     Raises:
         AssertionError: as :func:`compare`.
@@ -121,16 +121,16 @@ def measure(model: Standalone, sums: Sums, requests: int) -> dict[str, list[floa
         fill(model, requests)
         dist.barrier()
         logits[kind] = torch.cat([*graph(next_tokens(requests)).values()])
-    compare(logits["all-reduce"], logits["pushed"], dist.get_world_size())
+    error = compare(logits["all-reduce"], logits["pushed"], dist.get_world_size())
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(TURNS):
         for kind, graph in graphs.items():
             times[kind].append(step_time(graph.graph.replay))
-    return times
+    return times, error
 
 
-def compare(reduced: Tensor, pushed: Tensor, ranks: int) -> None:
-    """Refuse logits of pushed parts unless they are an all-reduce's: of two ranks, whose sums have one order, the bits.
+def compare(reduced: Tensor, pushed: Tensor, ranks: int) -> float:
+    """Return the relative error of logits of pushed parts against an all-reduce's, whose bits those of two ranks have.
 
     Raises:
         AssertionError: logits of two ranks differ, or the relative error of those of more is above :data:`LIMIT`.
@@ -140,6 +140,7 @@ def compare(reduced: Tensor, pushed: Tensor, ranks: int) -> None:
         assert not different, f"{len(pushed)} requests: {different} logits differ between all-reduce and pushed parts"
     error = float(torch.linalg.vector_norm(pushed - reduced) / torch.linalg.vector_norm(reduced))
     assert error <= LIMIT, f"{len(pushed)} requests: logits of pushed parts have a relative error of {error:.3f}"
+    return error
 
 
 def work(rank: int, given: argparse.Namespace, port: int) -> None:
@@ -167,26 +168,27 @@ def work(rank: int, given: argparse.Namespace, port: int) -> None:
     for kind in ("pushed", "all-reduce"):  # without sums a step launches what it does with an all-reduce
         sums.use(kind, model)
         model.planner.compile_missing(model.decoder, model.table, FLASH_PROMPT)
-    found = {}
+    found, errors = {}, {}
     for requests in given.tokens:
-        found[requests] = measure(model, sums, requests)
+        found[requests], errors[requests] = measure(model, sums, requests)
         if rank == 0:
-            print(line(requests, found[requests], SUMS_OF_A_LAYER * given.layers), flush=True)
+            print(line(requests, found[requests], errors[requests], SUMS_OF_A_LAYER * given.layers), flush=True)
     if rank == 0 and given.output is not None:
-        given.output.write_text(json.dumps({"ranks": ranks, "layers": given.layers, "us": found}, indent=1))
+        report = {"ranks": ranks, "layers": given.layers, "us": found, "relative_error_of_logits": errors}
+        given.output.write_text(json.dumps(report, indent=1))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def line(requests: int, times: Mapping[str, Sequence[float]], sums: int) -> str:
-    """The result in words: µs of a step, and µs that each of its ``sums`` sums adds."""
+def line(requests: int, times: Mapping[str, Sequence[float]], error: float, sums: int) -> str:
+    """The result in words: µs of a step, µs that each of its ``sums`` sums adds, and the logits' relative error."""
     step = {kind: statistics.median(values) for kind, values in times.items()}
     words = [f"{requests:3d} requests:"]
     for kind in KINDS[:-1]:
         spread = max(times[kind]) - min(times[kind])
         added = (step[kind] - step["none"]) / sums
         words.append(f"{kind} {step[kind]:.1f} us (measurements differ by {spread:.1f}), {added:.2f} us a sum;")
-    return " ".join([*words, f"no sums {step['none']:.1f} us"])
+    return " ".join([*words, f"no sums {step['none']:.1f} us; logits differ by {error:.2g}"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -107,13 +107,13 @@ def test_the_kernels_of_every_step_are_compiled_before_it_is_timed(
         assert (of, slots) == (decoder, table) and tokens >= rank_sums.FLASH_PROMPT
         compiled.append((planner.context.parallel.exchange, decoder.context.parallel.exchange))
 
-    def measure(of: Any, sums: Sums, requests: int) -> dict[str, list[float]]:
+    def measure(of: Any, sums: Sums, requests: int) -> tuple[dict[str, list[float]], float]:
         for kind in KINDS:
             sums.use(kind, of)
             needed = of.planner.context.parallel.exchange
             assert (needed is None) is (kind != "pushed") and (needed, needed) in compiled, kind
             measured.append(kind)
-        return {kind: [1.0] for kind in KINDS}
+        return {kind: [1.0] for kind in KINDS}, 0.0
 
     planner.compile_missing.side_effect = note
     replaced: dict[str, Any] = {
@@ -145,11 +145,11 @@ def test_other_logits_end_the_benchmark() -> None:
     reduced = torch.randn(3, 50)
     rounded = reduced * (1 + 2.0**-9)
     for ranks in (2, 4):
-        rank_sums.compare(reduced, reduced.clone(), ranks)
+        assert rank_sums.compare(reduced, reduced.clone(), ranks) == 0
         for wrong in (reduced * 0.75, torch.full_like(reduced, float("nan"))):
             with pytest.raises(AssertionError, match="3 requests: "):
                 rank_sums.compare(reduced, wrong, ranks)
-    rank_sums.compare(reduced, rounded, 4)
+    assert rank_sums.compare(reduced, rounded, 4) == pytest.approx(2.0**-9)
     with pytest.raises(AssertionError, match="150 logits differ"):
         rank_sums.compare(reduced, rounded, 2)
 
@@ -157,6 +157,6 @@ def test_other_logits_end_the_benchmark() -> None:
 def test_what_a_sum_adds() -> None:
     """Medians, of all sums of a step."""
     times = {"all-reduce": [130.0, 190.0, 140.0], "pushed": [110.0, 112.0, 90.0], "none": [100.0, 100.0, 101.0]}
-    said = line(16, times, 4)
+    said = line(16, times, 0.0123, 4)
     assert said.startswith(" 16 requests: all-reduce 140.0 us (measurements differ by 60.0), 10.00 us a sum;")
-    assert "pushed 110.0 us (measurements differ by 22.0), 2.50 us a sum; no sums 100.0 us" in said
+    assert "pushed 110.0 us (measurements differ by 22.0), 2.50 us a sum; no sums 100.0 us; logits differ by 0.012" in said
