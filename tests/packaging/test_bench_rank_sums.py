@@ -159,4 +159,5 @@ def test_what_a_sum_adds() -> None:
     times = {"all-reduce": [130.0, 190.0, 140.0], "pushed": [110.0, 112.0, 90.0], "none": [100.0, 100.0, 101.0]}
     said = line(16, times, 0.0123, 4)
     assert said.startswith(" 16 requests: all-reduce 140.0 us (measurements differ by 60.0), 10.00 us a sum;")
-    assert "pushed 110.0 us (measurements differ by 22.0), 2.50 us a sum; no sums 100.0 us; logits differ by 0.012" in said
+    assert "pushed 110.0 us (measurements differ by 22.0), 2.50 us a sum; no sums 100.0 us;" in said
+    assert said.endswith("; logits differ by 0.012")
