@@ -149,7 +149,7 @@ def test_other_logits_end_the_benchmark() -> None:
         for wrong in (reduced * 0.75, torch.full_like(reduced, float("nan"))):
             with pytest.raises(AssertionError, match="3 requests: "):
                 rank_sums.compare(reduced, wrong, ranks)
-    assert rank_sums.compare(reduced, rounded, 4) == pytest.approx(2.0**-9)
+    assert rank_sums.compare(reduced, rounded, 4) == pytest.approx(2.0**-9, rel=1e-4)
     with pytest.raises(AssertionError, match="150 logits differ"):
         rank_sums.compare(reduced, rounded, 2)
 
