@@ -87,11 +87,7 @@ def accept_guesses(guesses: Tensor, answers: Tensor, starts: Tensor) -> Accepted
         starts: int64 [B], tokens whose keys were cached in front of the round.
     """
     right = guesses[:, 1:] == answers[:, :-1]
-    return accepted_rows(1 + right.long().cumprod(1).sum(1), answers, starts)
-
-
-def accepted_rows(lengths: Tensor, answers: Tensor, starts: Tensor) -> Accepted:
-    """The round that accepts ``lengths`` rows, int64 [B], 1 to n; other arguments as of :func:`accept_guesses`."""
+    lengths = 1 + right.long().cumprod(1).sum(1)
     requests, rows = answers.shape
     row = torch.arange(rows, device=answers.device)
     first = torch.arange(requests, device=answers.device)[:, None] * rows

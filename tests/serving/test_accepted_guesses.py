@@ -363,15 +363,16 @@ def test_penalties_after_a_retraction(known: int) -> None:
 
 
 @pytest.mark.parametrize("expected", [1.0, 2.5, 3.0])
-def test_forced_acceptance(expected: float) -> None:
+def test_forced_acceptance(expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many rows in the mean, the same for all requests, whose tokens are the guesses and then what was sampled."""
+    monkeypatch.setattr(accept, "simulated_length", lambda: expected)
     total = 0
     for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
         guesses, sampled = (torch.randint(0, 9, (2, 3), generator=generator) for _ in range(2))
-        before = sampled.clone()
+        before, guessed = sampled.clone(), guesses.clone()
         starts = torch.tensor([7, seed])
-        found = accept.force_rows(guesses, sampled, starts, expected)
+        found = accept.accept_round(guesses, sampled, starts)
         count = int(found.lengths[0])
         total += count
         assert found.lengths.tolist() == [count] * 2 and found.ends.tolist() == [7 + count, seed + count]
@@ -379,6 +380,7 @@ def test_forced_acceptance(expected: float) -> None:
         assert found.places.tolist() == [[3 * b + row if row < count else -1 for row in range(3)] for b in range(2)]
         assert torch.equal(sampled[:, : count - 1], guesses[:, 1:count])
         assert torch.equal(sampled[:, count - 1 :], before[:, count - 1 :])
+        assert torch.equal(guesses, guessed)
     assert abs(total / 200 - expected) < 0.15
 
 
@@ -418,10 +420,26 @@ class Launches(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize(
+    ("simulated", "more"),
+    [
+        pytest.param(None, [], id="real"),
+        pytest.param(1.0, ["aten::clone", "aten::fill_"], id="simulated"),
+        pytest.param(2.0, ["aten::copy_"], id="simulated, 2 rows"),
+    ],
+)
 @pytest.mark.parametrize("blocks", [False, True], ids=["EAGLE", "DSPARK"])
 @pytest.mark.parametrize("rows", [2, 4])
-def test_a_gpu_accepts_in_one_launch(rows: int, blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the sampling: greedy requests that ask for nothing else. docs/speculative_decoding.md says the same."""
+def test_a_gpu_accepts_in_one_launch(
+    rows: int, blocks: bool, simulated: float | None, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the sampling: greedy requests that ask for nothing else. docs/speculative_decoding.md says the same.
+
+    Simulated acceptance has hardly more, so that a round that is timed so is a round.
+    """
+    monkeypatch.setattr(accept, "simulated_length", lambda: simulated)
+    if simulated == 2 and rows > 2:
+        more = [*more, "aten::clone", "aten::fill_"]
     tokens, info = torch.zeros(2 * rows, dtype=torch.int64), sampling_info(2)
     info.is_all_greedy, info.logit_bias = True, None
     monkeypatch.setattr(accept, "_sampler", lambda: lambda *given: tokens)
@@ -446,7 +464,7 @@ def test_a_gpu_accepts_in_one_launch(rows: int, blocks: bool, monkeypatch: pytes
     accept_round()  # imports, and holds what later rounds find
     with mock.patch.object(Tensor, "is_cuda", True), Launches() as found:
         accept_round()
-    assert not found.names, found.names
+    assert found.names == more
     assert launched.__getitem__.return_value.call_count == 1
 
 

@@ -28,10 +28,10 @@ from nvfp4_sgl.triton_kernels.logits import accept as kernel
 
 
 def accept_round(guesses: Tensor, answers: Tensor, starts: Tensor) -> Accepted:
-    """As :func:`nvfp4_sgl.ops.drafts.accept_guesses`, one launch on a GPU; or :func:`force_rows` where simulated."""
+    """As :func:`nvfp4_sgl.ops.drafts.accept_guesses`, one launch on a GPU; of :func:`force_rows` where simulated."""
     expected = simulated_length()
     if expected is not None:
-        return force_rows(guesses, answers, starts, expected)
+        guesses = force_rows(guesses, answers, expected)
     if guesses.is_cuda:
         return Accepted(*kernel.accept_guesses(guesses, answers, starts))
     return drafts.accept_guesses(guesses, answers, starts)
@@ -41,15 +41,25 @@ _draws = random.Random(0)
 """The same on every rank."""
 
 
-def force_rows(guesses: Tensor, answers: Tensor, starts: Tensor, expected: float) -> Accepted:
-    """Accept so many rows of every request: as many as ``expected``, rounded up or down by one draw.
+_WRONG = torch.iinfo(torch.int64).min
+"""A guess that no answer equals."""
 
-    Makes the accepted guesses the rows' tokens in ``answers``.
+
+def force_rows(guesses: Tensor, answers: Tensor, expected: float) -> Tensor:
+    """Guesses by which every request has so many rows accepted: ``expected``, rounded up or down by one draw.
+
+    Makes the accepted guesses the rows' tokens in ``answers``. Three launches at most, so that a round takes about as
+    long as one that is not simulated.
     """
     length = math.floor(expected)
     length += _draws.random() < expected - length
-    answers[:, : length - 1] = guesses[:, 1:length]
-    return drafts.accepted_rows(torch.full_like(starts, length), answers, starts)
+    if length > 1:
+        answers[:, : length - 1] = guesses[:, 1:length]
+    if length == guesses.shape[1]:
+        return guesses
+    forced = guesses.clone()
+    forced[:, length] = _WRONG
+    return forced
 
 
 def sample_round(
