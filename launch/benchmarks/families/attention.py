@@ -1,4 +1,4 @@
-"""Sparse attention over packed entries, in decoding and prefill: Flash, one of its eight ranks, Pro.
+"""Sparse attention over packed entries, in decoding and prefill: Flash and Pro, whole and as tensor-parallel ranks.
 
 Peers, as SGLang calls them: FlashMLA's sparse decoding and SGLang's own Triton kernel over the same pages, FlashMLA's
 sparse prefill over rows of bf16. Each gets the same lists, lengths and sink. Over packed entries ours normalises and
@@ -26,7 +26,14 @@ from . import Case, Peer
 WINDOW, WINDOW_PAGE = 128, 256
 GROUP_HEADS = 8
 """Heads of a group of o_a, in both models."""
-HEADS_AND_TOPK = {"flash": (64, 512), "flash-tp8": (8, 512), "pro": (128, 1024)}
+HEADS_AND_TOPK = {
+    "flash": (64, 512),
+    "flash-tp2": (32, 512),
+    "flash-tp4": (16, 512),
+    "flash-tp8": (8, 512),
+    "pro": (128, 1024),
+    "pro-tp8": (16, 1024),
+}
 LAYERS = {"swa": (0, 1), "csa": (None, 64), "hca-64k": (512, 2), "hca-1m": (8192, 2)}
 """Compressed entries per query (``None``: the model's top-k) and their page size."""
 PROMPT = 8192
