@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import jit
 
-from nvfp4_sgl import build, cli, pushed_sums
+from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.build import Serving, needed, with_distinct_layers
 from nvfp4_sgl.checkpoint.reader import CheckpointReader
 from nvfp4_sgl.checkpoint.verified import Verified, verify
@@ -33,7 +30,7 @@ from nvfp4_sgl.model.contract import Slots
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.standalone import Standalone
 from nvfp4_sgl.synthetic.tiny import write_tiny
-from nvfp4_sgl.targets.fused import compile_ahead, compile_worker, gemm_bf16, gemm_planner
+from nvfp4_sgl.targets.fused import compile_ahead, gemm_bf16, gemm_planner
 from nvfp4_sgl.targets.fused.exchange import lone_exchange
 from nvfp4_sgl.targets.fused.gemm_planner import DryLauncher, GemmPlanner
 from nvfp4_sgl.targets.fused.planner import FusedPlanner
@@ -44,11 +41,11 @@ from nvfp4_sgl.triton_kernels.attention import tiling
 from nvfp4_sgl.triton_kernels.common import chip
 from nvfp4_sgl.triton_kernels.entries.pool import last_row, last_slot
 from nvfp4_sgl.triton_kernels.experts.permutation import Routes
-from nvfp4_sgl.triton_kernels.hyper_connection.streams import rms_norm
 from nvfp4_sgl.triton_kernels.indexer import scores
 from nvfp4_sgl.weights.parallel import TensorParallel, lone_rank
 from tests.sm100.emulator.host import runtime_library
 from tests.support import native, on_import
+from tests.support.compiled_kernels import SMALLEST_KERNEL, hits, loading, normalise, noted
 from tests.support.full import but_for
 from tests.support.noting_launcher import NotingLauncher
 
@@ -67,8 +64,6 @@ LAUNCHED, UNSTORED = CASES[::2], CASES[1::2]
 CAPACITY, REQUESTS = 1024, 6
 PUSHED = 64
 """Tokens of the largest pass whose sums are pushed."""
-META = torch.device("meta")
-SMALLEST_KERNEL = KernelKey("sm_90a", KernelShape(8))
 
 
 @pytest.fixture(scope="module")
@@ -88,73 +83,6 @@ def tiny(checkpoints: dict[str, Path]) -> Path:
 @pytest.fixture(scope="module")
 def verified(tiny: Path) -> Verified:
     return verify(tiny)
-
-
-def run_here(job: compile_ahead.Job, processes: int) -> None:
-    """In place of ``compile_ahead._run``: no process is started, which would take longer to import than to compile."""
-    runtime_library()  # whose functions an object file resolves
-    with ahead.targeting(job.capability, compile_worker.PROCESSORS):
-        compile_ahead.work(job)
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiles in this process, for tests of what is compiled, rather than where."""
-    monkeypatch.setattr(compile_ahead, "_run", run_here)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that holds :data:`SMALLEST_KERNEL`; to be copied."""
-    folder = tmp_path_factory.mktemp("library")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "user"))
-        patch.setattr(compile_ahead, "_run", run_here)
-        compile_ahead.compile_missing([SMALLEST_KERNEL], [], folder / "library", 90)
-    return folder / "library"
-
-
-@pytest.fixture
-def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Empty caches: Triton's folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    with ahead.cached_in(tmp_path / "triton"):
-        yield tmp_path / "triton"
-
-
-def normalise(rows: int = 4, width: int = 1024) -> None:
-    """A launch on tensors without storage."""
-    x = torch.empty(rows, width, dtype=torch.bfloat16, device=META)
-    rms_norm(x, torch.empty(width, dtype=torch.bfloat16, device=META), 1e-6, out=torch.empty_like(x))
-
-
-def noted(launch: Callable[[], None]) -> list[Variant]:
-    with ahead.targeting(90, 132), ahead.recording() as variants:
-        launch()
-    return list(variants)
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """Launches load their kernels, and run nothing."""
-    with (
-        ahead.targeting(90, 132),
-        mock.patch.object(CompiledKernel, "run", property(lambda self: lambda *arguments: None)),
-        mock.patch.object(CompiledKernel, "launch_metadata", lambda *arguments: None),
-    ):
-        yield
-
-
-def hits(launch: Callable[[], None]) -> list[bool]:
-    """For each kernel that a launch loads whether Triton found it on disk."""
-    found: list[bool] = []
-
-    def listen(*args: Any, cache_hit: bool, **more: Any) -> None:
-        found.append(cache_hit)
-
-    with loading(), mock.patch.object(triton.knobs.compilation, "listener", listen):
-        launch()
-    return found
 
 
 def test_launches_are_noted_and_not_made() -> None:
@@ -532,172 +460,6 @@ def test_layers_to_build_hold_every_kind(verified: Verified) -> None:
         return {(of.kind(layer), of.is_hash_routed(layer)) for layer in range(of.num_hidden_layers)}
 
     assert short.num_hidden_layers < config.num_hidden_layers and kinds(short) == kinds(config)
-
-
-def test_built_on_one_machine_found_on_another(
-    tiny: Path, caches: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One Triton variant a kernel and one GEMM, of all that the command would compile."""
-    everything = build.needed
-
-    def few(*arguments: Any) -> tuple[Sequence[KernelKey], Sequence[Variant]]:
-        gemms, variants = everything(*arguments)
-        return list(gemms)[:1], list({variant.name: variant for variant in variants}.values())
-
-    monkeypatch.setattr(build, "needed", few)
-    out = tmp_path / "out"
-    options = ["--target", "sm_90a", "--output", str(out), "--context-length", "512"]
-    assert cli.main(["build", str(tiny), *options, "--max-running-requests", "1", "--chunked-prefill-size", "16"]) == 0
-    variants = few(verify(tiny), "sm_90a", Serving(1, 512, 1, 16), descriptor("sm_90a").gpu())[1]
-    assert f"1 GEMMs and {len(variants)} Triton kernels for sm_90a are in {out}" in capsys.readouterr().out
-    moved = shutil.move(out, tmp_path / "carried")
-    assert not any(variant.is_compiled for variant in variants) and not caches.exists()
-    ahead.adopt(Path(moved) / compile_ahead.TRITON_FOLDER)
-    assert all(variant.is_compiled for variant in variants)
-    compiled: list[bool] = []
-    with (
-        mock.patch.object(
-            triton.knobs.compilation, "listener", lambda *args, cache_hit, **more: compiled.append(cache_hit)
-        ),
-        ahead.targeting(90, 132),
-    ):
-        for variant in variants:
-            variant.compile()
-    assert compiled == [True] * len(variants)
-
-
-def test_a_server_compiles_nothing_that_was_built_ahead(
-    verified: Verified, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What its process compiles beside the loading, with empty caches; all of the GEMMs if one is lacking."""
-    variants, keys = noted(normalise), [KernelKey("sm_90a", KernelShape(8))]
-    monkeypatch.setattr(build, "needed", lambda *given: (keys, variants))
-    out, setting = tmp_path / "out", Serving(1, 512)
-    build.build(verified, "sm_90a", [setting], out)
-    jobs: list[compile_ahead.Job] = []
-    monkeypatch.setattr(compile_ahead, "_run", lambda job, processes: jobs.append(job))
-    compile_ahead.adopt_given(out)
-    build.build(verified, "sm_90a", [setting], given=out)
-    assert not jobs
-    keys.append(KernelKey("sm_90a", KernelShape(16)))
-    with pytest.raises(FileNotFoundError):  # what was not compiled is not there to be linked
-        build.build(verified, "sm_90a", [setting], given=out)
-    assert [set(job.tasks) for job in jobs] == [set(keys)]
-
-
-@pytest.fixture
-def cached(
-    here: None, verified: Verified, caches: Path, library: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[KernelKey], list[Variant], Callable[[Path], set[KernelKey | Variant]]]:
-    """What a server needs, all of it in this user's caches; and ``build(out)``, which tells what it has compiled."""
-    variants, keys = [*noted(normalise), *noted(lambda: normalise(width=512))], [SMALLEST_KERNEL]
-    monkeypatch.setattr(build, "needed", lambda *given: (keys, variants))
-    shutil.copytree(library, compile_ahead.library_folder(keys))
-    build.build(verified, "sm_90a", [Serving(1, 512)])
-
-    def compiled(out: Path) -> set[KernelKey | Variant]:
-        tasks: set[KernelKey | Variant] = set()
-
-        def run(job: compile_ahead.Job, processes: int) -> None:
-            tasks.update(job.tasks)
-            run_here(job, processes)
-
-        monkeypatch.setattr(compile_ahead, "_run", run)
-        build.build(verified, "sm_90a", [Serving(1, 512)], out)
-        return tasks
-
-    return keys, variants, compiled
-
-
-def test_a_build_copies_what_this_user_s_caches_hold(
-    cached: Any, caches: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What lies there is complete: launches find it when the caches are gone."""
-    keys, _, compiled = cached
-    with caplog.at_level("INFO", compile_ahead.logger.name):
-        assert not compiled(tmp_path / "out")
-        assert not compiled(tmp_path / "out")
-    assert [record.getMessage() for record in caplog.records] == [
-        "copied 1 GEMMs and 2 Triton kernels from this user's caches"
-    ]
-    shutil.rmtree(caches)
-    shutil.rmtree(tmp_path / "user")
-    assert Library(tmp_path / "out", runtime=runtime_library(), device=0).names == {key.name for key in keys}
-    with ahead.cached_in(tmp_path / "out" / compile_ahead.TRITON_FOLDER):
-        assert hits(normalise) == hits(lambda: normalise(width=512)) == [True]
-
-
-def test_a_build_compiles_what_this_user_s_caches_lack(cached: Any, caches: Path, tmp_path: Path) -> None:
-    """A kernel without one of its files; GEMMs that are more than those of a library."""
-    keys, variants, compiled = cached
-    lacking = variants[0]
-    (code,) = (file for file in lacking.files() if file.suffix == ".cubin")
-    code.unlink()
-    assert compiled(tmp_path / "out") == {lacking}
-    keys.append(KernelKey("sm_90a", KernelShape(16)))
-    assert compiled(tmp_path / "second") == {lacking, *keys}
-    with ahead.cached_in(tmp_path / "second" / compile_ahead.TRITON_FOLDER):
-        assert all(variant.is_compiled for variant in variants)
-    assert not lacking.is_compiled
-
-
-@pytest.mark.parametrize("name", [MANIFEST, LIBRARY])
-def test_a_build_copies_no_damaged_library(
-    name: str, cached: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    keys, _, compiled = cached
-    file = compile_ahead.library_folder(keys) / name
-    file.write_bytes(file.read_bytes()[:40])
-    assert compiled(tmp_path / "out") == {*keys} and not caplog.text
-
-
-def test_a_build_compiles_what_cannot_be_copied(
-    cached: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys, variants, compiled = cached
-    monkeypatch.setattr(ahead, "adopt", mock.Mock(side_effect=PermissionError("held back")))
-    assert compiled(tmp_path / "out") == {*keys, *variants}
-    assert "kernels of this user's caches cannot be copied: held back" in caplog.text
-
-
-def test_what_is_built_for_this_machine_is_where_its_servers_look(
-    verified: Verified, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SGLang moves Triton's cache when it is imported; a build does not import it."""
-    looked: list[str] = []
-    monkeypatch.setattr(build, "needed", lambda *given: ([], []))
-    monkeypatch.setattr(compile_ahead, "compile_missing", lambda *given: looked.append(triton.knobs.cache.dir))
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
-    build.build(verified, "sm_90a", [Serving(1, 512)], tmp_path / "out")
-    assert "TRITON_CACHE_DIR" not in os.environ
-    build.build(verified, "sm_90a", [Serving(1, 512)])
-    assert looked == [str(tmp_path / "out" / compile_ahead.TRITON_FOLDER), str(tmp_path / "triton")]
-
-
-def test_build_asks_for_a_target_where_no_gpu_is(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["build", str(tiny)]) == 2
-    assert "--target: expected one, since this machine has no GPU: sm_90a (Hopper)" in capsys.readouterr().err
-
-
-def test_the_mode_that_is_built_for(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Serving] = []
-
-    def note(verified: Verified, target: str, settings: Sequence[Serving], output: Path | None) -> tuple[int, int]:
-        asked.extend(settings)
-        return 0, 0
-
-    monkeypatch.setattr(build, "build", note)
-    for words in ([], ["--mode", "w4a4"]):
-        assert cli.main(["build", str(tiny), "--target", "sm_90a", *words]) == 0
-    assert [setting.mode for setting in asked] == [W4A16, W4A4]
-    assert cli.main(["build", str(tiny), "--target", "sm_100a", "--mode", "w4a16"]) == 2
-    assert "activation_mode 'w4a16': on sm_100a expected one of w4a4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
