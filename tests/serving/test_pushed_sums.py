@@ -222,7 +222,7 @@ def test_no_rank_sends_before_every_inbox_is_empty(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("ranks", PUSHING_RANKS)
 def test_inboxes_take_what_is_forecast(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the model, and of a draft beside it; without pushed sums there are none."""
+    """The model has inboxes, and so has a draft beside it; without pushed sums there are none."""
     allocated: list[torch.Tensor] = []
 
     def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -284,7 +284,7 @@ def test_relu_comes_before_the_weight(device: str):
     ],
 )
 def test_decode_has_the_splits_that_were_fastest(queries: int, keys: int, splits: int):
-    """On an H200, by ``launch/results/tunings_h200.md``; at one or two of the sizes others were as fast."""
+    """On an H200, by ``launch/results/tunings_h200.md``; at some sizes others were as fast."""
     assert choose_splits(queries, keys // 128, 132, DECODE) == splits
 
 

@@ -76,7 +76,7 @@ class Tiling:
 DECODE = Tiling(prepares=True, queries=1, pages=2, warps=8, stages=3, registers=None, programs=3)
 """Each request has one query, and its keys are read at memory bandwidth. There are only as many programs as a
 multiprocessor holds, since each prepares the query again."""
-FEW_STEPS = 16
+ONE_PROGRAM_MAX_STEPS = 16
 """Steps of keys per multiprocessor up to which it has one program in decode: preparing a query takes as long as several
 steps. 8 queries of 16,384 keys take 7.9 µs instead of 9.6 with three (``launch/results/tunings_h200.md``)."""
 PREFILL = Tiling(prepares=False, queries=2, pages=1, warps=4, stages=3, registers=None, programs=8)
@@ -420,7 +420,7 @@ def choose_splits(tiles: int, steps: int, processors: int, tiling: Tiling) -> in
     """
     if not tiling.prepares:
         return max(1, min(steps, cdiv(tiling.programs * processors, tiles)))
-    if tiles * steps <= FEW_STEPS * processors:
+    if tiles * steps <= ONE_PROGRAM_MAX_STEPS * processors:
         return max(1, min(steps, processors // tiles))
     places = tiling.programs * processors
     one, two = max(1, places // tiles), max(1, 2 * places // tiles)
