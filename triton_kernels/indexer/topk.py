@@ -38,15 +38,13 @@ from .scores import visible_entries
 
 WARP_SCORES = 128
 """Scores of a part that a warp holds: four a thread, which one load takes."""
-MAX_WARPS = 16
+MAX_WARPS = 8
 """Warps of a program at most."""
-MAX_REGISTERS = 64
+MAX_REGISTERS = 128
 """Registers of a thread at most, so that a multiprocessor holds two programs: one loads while the other counts."""
 
 ABSENT_KEY = tl.constexpr(-0x80000000)
 """Key of a place without a score, below the key of every score."""
-MINUS_INFINITY_KEY = tl.constexpr(-0x7F800001)
-"""Key of −inf."""
 BIN_BITS = tl.constexpr(8)
 """A histogram has two to the power of so many bins, :data:`BINS`."""
 BINS = tl.constexpr(2**8)
@@ -200,31 +198,31 @@ def _find_bound(keys, low, high, k, histograms, number, WARPS: tl.constexpr):
 
 
 @jit
-def _group_bound(
-    numbers, histograms, TOPK: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr, HELD: tl.constexpr
-):
-    """Return (a bound that TOPK or a few more groups of numbers reach, the largest key of a number), both keys.
+def _group_bound(numbers, histogram, TOPK: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr, HELD: tl.constexpr):
+    """Return (a bound that TOPK or a few more groups of numbers reach, the largest number); a guess, to be checked.
 
-    A thread holds GROUPS groups, of which more than TOPK exist. If the maxima of TOPK groups reach a bound, at least
-    TOPK numbers do. A group's numbers lie far apart in the row, because neighbours often score alike.
+    A thread holds GROUPS groups, of which there are more than TOPK. If the maxima of TOPK groups reach a bound, at
+    least TOPK numbers do. A group's numbers lie far apart in the row, because neighbours often score alike. Bins are
+    linear in the numbers; the bound lies a hundredth of a bin lower than its bin, which rounding does not reach.
     """
     PARTS: tl.constexpr = numbers.shape[0]
     of_part = tl.max(numbers, axis=3)
     group = gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, HELD))))[:, None, None] % GROUPS
-    largest = _ordered_keys(tl.max(of_part, axis=0))
+    largest = tl.max(of_part, axis=0)
     smallest = largest
     for number in tl.static_range(GROUPS):
         of_group = tl.max(tl.where(group == number, of_part, float("-inf")), axis=0)
-        smallest = tl.minimum(smallest, _ordered_keys(of_group))
+        # An empty group says nothing.
+        smallest = tl.minimum(smallest, tl.where(of_group > float("-inf"), of_group, float("inf")))
     low, high = _extremes(tl.min(smallest, axis=1), tl.max(largest, axis=1))
-    span = (high - low).to(tl.uint32)
-    shift = _bin_shift(span)
+    scale = tl.where(high > low, (BINS - 1) / (high - low), 0.0)
     for number in tl.static_range(GROUPS):
         of_group = tl.max(tl.where(group == number, of_part, float("-inf")), axis=0)
-        _count(histograms.index(0), _ordered_keys(of_group), high, span, shift)
-    bin, _, _ = _bin_of(histograms.index(0), TOPK, WARPS)
-    behind = ((bin + 1).to(tl.uint32) << shift) - 1
-    return high - tl.minimum(behind, span).to(tl.int32), high
+        bin = tl.minimum(((high - of_group) * scale).to(tl.int32), BINS - 1)
+        bin = tl.reshape(tl.maximum(bin, 0), [of_group.numel])
+        histogram.atomic_scatter_add(bin * 0 + 1, bin, 0, tl.reshape(of_group >= low, [of_group.numel]))
+    bin, _, _ = _bin_of(histogram, TOPK, WARPS)
+    return high - (bin + 1.01) * ((high - low) / (BINS - 1)), high
 
 
 @jit
@@ -337,19 +335,20 @@ def _store_best(
 
     low, high, number: as in :func:`_find_bound`. The others are as in :func:`_select`.
     """
+    # Looked up for all keys, before it is known which are chosen: this takes as long as a round trip to memory.
+    present = keys > ABSENT_KEY
+    entry = begin + index
+    if electing:
+        entry = tl.load(source.to(tl.pointer_type(tl.int32)) + entries + index, mask=present, other=0, cache_modifier=".cg")
+    slot = _entry_slot(table, entry, present & whole)
     bound, excess, k = _find_bound(keys, low, high, k, histograms, number, WARPS)
     chosen = keys >= bound
     if excess > 0:
         equal = keys == bound
         chosen = (keys > bound) | (equal & (_places(_begins(equal, WARPS, HELD)[0], equal) < k))
     place = _places(_begins(chosen, WARPS, HELD)[0], chosen)
-    entry = begin + index
-    if electing:
-        entry = tl.load(
-            source.to(tl.pointer_type(tl.int32)) + entries + index, mask=chosen, other=0, cache_modifier=".cg"
-        )
     if whole:
-        tl.store(slots + place, _entry_slot(table, entry, chosen), mask=chosen)
+        tl.store(slots + place, slot, mask=chosen)
     else:
         tl.store(candidates + place, _score_bits(keys), mask=chosen)
         tl.store(candidates + entries + place, entry, mask=chosen)
@@ -394,12 +393,12 @@ def _select(
     if (PARTS > KEPT_PARTS) & (PARTS >= GROUPS):
         # Narrow: keep what reaches a bound that TOPK or a few more do.
         numbers = tl.where(present, numbers, float("-inf"))
-        low, high = _group_bound(numbers, histograms, TOPK, GROUPS, WARPS, HELD)
+        bound, highest = _group_bound(numbers, histograms.index(0), TOPK, GROUPS, WARPS, HELD)
         number = 1
-        begins, held = _begins(numbers >= _score(low), WARPS, HELD)
-        # A bound of -inf says nothing.
-        found = (low > MINUS_INFINITY_KEY) & (held <= KEPT_PARTS * 128 * WARPS)
+        begins, held = _begins(numbers >= bound, WARPS, HELD)
+        found = (bound > float("-inf")) & (held >= TOPK) & (held <= KEPT_PARTS * 128 * WARPS)
         if found:
+            low, high = _ordered_keys(bound), _ordered_keys(highest)
             reach = numbers >= _score(_again(low))
             _keep(kept, numbers, index, _places(begins, reach), reach, WARPS, HELD)
             gl.barrier()
