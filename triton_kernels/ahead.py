@@ -23,7 +23,6 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, _triton_jit_function_registry
@@ -67,9 +66,8 @@ class Variant:
         """Compile it for the active driver's target and write it to Triton's cache; then note that it is there."""
         signature, constants, alignments = pickle.loads(self.source)
         options = json.loads(self.specialization)["options"]
-        source = GluonASTSource if self.kernel.is_gluon() else ASTSource
         compiled = triton.compile(
-            source(self.kernel, signature, constants, alignments),
+            ASTSource(self.kernel, signature, constants, alignments),
             target=driver.active.get_current_target(),
             options={name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
         )

@@ -14,8 +14,7 @@ from nvfp4_sgl.limits import CHUNK_SCORES
 from nvfp4_sgl.triton_kernels.indexer import topk as topk_module
 from nvfp4_sgl.triton_kernels.indexer.topk import (
     MAX_REGISTERS,
-    MAX_WARPS,
-    WARP_SCORES,
+    SINGLE_PASS_MAX_SCORES,
     Candidates,
     new_candidates,
     select_entries,
@@ -23,10 +22,6 @@ from nvfp4_sgl.triton_kernels.indexer.topk import (
 from tests.triton.support.interpreter import run_backwards
 from tests.triton.support.passes import Pass, new_pass
 from tests.triton.support.resources import resources
-
-
-SHORT_ROW = MAX_WARPS * WARP_SCORES
-"""Scores at most from which a program selects at once, for a topk of up to 1024."""
 
 
 def at_sight(visible: list[int]) -> list[tuple[int, int]]:
@@ -62,7 +57,7 @@ def choose(
     given = poisoned.to(device)
     candidates = candidates or new_candidates(len(scores), scores.shape[1], topk, device)
     for part, value in enumerate(poison):
-        candidates.nominated[:, part] = value
+        candidates.nominated[:, :, part] = value
     select_entries(given, made.batch, topk, slots, lengths, first=first, candidates=candidates)
     assert not candidates.semaphores.any()
     assert torch.equal(given.cpu().view(torch.int32), poisoned.view(torch.int32)), "scores were written to"
@@ -125,8 +120,8 @@ def test_blocks_of_every_size(device: str):
     visible = [
         4 * CHUNK_SCORES + 500,
         CHUNK_SCORES + 300,
-        SHORT_ROW + 1,
-        SHORT_ROW,
+        SINGLE_PASS_MAX_SCORES + 1,
+        SINGLE_PASS_MAX_SCORES,
         CHUNK_SCORES,
         2 * CHUNK_SCORES,
     ]
@@ -232,11 +227,11 @@ KEPT = {
 def test_what_is_kept_first(kind: str, device: str):
     """However many reach the first bound, of rows that fill a block and of rows that do not."""
     visible = [
-        SHORT_ROW // 2,
-        SHORT_ROW // 2 + 1,
-        SHORT_ROW,
-        SHORT_ROW + 1,
-        2 * SHORT_ROW + 70,
+        SINGLE_PASS_MAX_SCORES // 2,
+        SINGLE_PASS_MAX_SCORES // 2 + 1,
+        SINGLE_PASS_MAX_SCORES,
+        SINGLE_PASS_MAX_SCORES + 1,
+        2 * SINGLE_PASS_MAX_SCORES + 70,
         CHUNK_SCORES,
     ]
     made = new_pass(at_sight(visible), device)
@@ -244,8 +239,8 @@ def test_what_is_kept_first(kind: str, device: str):
 
 
 def test_more_chosen_than_groups_hold_any(device: str):
-    """Just above SHORT_ROW a block's last warps hold nothing."""
-    made, scores = new_pass(at_sight([SHORT_ROW + 1] * 3), device), random_scores(3, CHUNK_SCORES, 7)
+    """Just above SINGLE_PASS_MAX_SCORES a block's last warps hold nothing."""
+    made, scores = new_pass(at_sight([SINGLE_PASS_MAX_SCORES + 1] * 3), device), random_scores(3, CHUNK_SCORES, 7)
     scores[1] = -3.0
     scores[2] = scores[2].masked_fill(torch.arange(CHUNK_SCORES) % 5 > 0, torch.nan)
     check(made, scores, 2048)
@@ -260,8 +255,8 @@ def test_one_kept_entry_a_thread(device: str):
 
 def test_kept_entries_of_a_row_are_not_those_of_the_next(device: str):
     """What waits among the slots ends with its row, also where no row of slots has the alignment of the next."""
-    made = new_pass(at_sight([SHORT_ROW + 700] * 3), device)
-    scores = random_scores(3, SHORT_ROW + 700, 6)
+    made = new_pass(at_sight([SINGLE_PASS_MAX_SCORES + 700] * 3), device)
+    scores = random_scores(3, SINGLE_PASS_MAX_SCORES + 700, 6)
     scores[1] = scores[1].round()
     check(made, scores, 333)
 

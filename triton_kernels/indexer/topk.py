@@ -1,10 +1,11 @@
-"""Select the topk best entries of each query without sorting, by histograms and prefix sums (specification §5).
+"""Select the topk best entries of each query without sorting, by a threshold and prefix sums (specification §5).
 
 A query at position p sees ratio-4 entries ``w < (p + 1) // 4``; if they are more than topk, it attends to the topk of
 the largest scores. A program holds up to :data:`CHUNK_SCORES` scores of one query in registers, as integer keys of the
-same order. It finds the topk-th largest key with histograms in shared memory: the first one covers all keys above a
-lower bound, each further one the bin that holds the key looked for. Each selected entry is stored at the place that a
-prefix sum gives it, so in the order of the entries.
+same order. It finds the topk-th largest key by counting the keys that reach a bound. Each selected entry is stored at
+the place that a prefix sum gives it, so in the order of the entries. Of more than :data:`SINGLE_PASS_MAX_SCORES` scores
+the program first *narrows*: it finds a bound that topk to 2 · topk keys reach, and keeps only those. It stores their
+indices, in order, in the place of the slots to come.
 
 A longer row is divided into chunks. Each chunk nominates its own topk best as candidates, which include all of the
 row's best, and increments a semaphore; the last program to finish makes the same selection among the candidates. No
@@ -22,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -29,30 +31,38 @@ from nvfp4_sgl.errors import OperandTypeError, OperandValueError
 from nvfp4_sgl.formats import checks
 from nvfp4_sgl.limits import CHUNK_SCORES, MAX_CANDIDATES, MAX_INDEX_TOPK
 
-from ..common.gluon import gl, jit
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import INTERPRETED
 from ..plan.batch import Batch
 from .scores import visible_entries
 
-WARP_SCORES = 128
-"""Scores of a part that a warp holds: four a thread, which one load takes."""
+SINGLE_PASS_MAX_SCORES = 4096
+"""Scores at most among which the threshold is found without narrowing first; half as many up to a topk of 512.
+
+One pass takes 5.6 µs instead of 7.0 for one query, but longer for 256 queries (``launch/results/tunings_h200.md``).
+"""
+
 MAX_WARPS = 8
-"""Warps of a program at most."""
+"""Warps of a program at most; up to 2048 scores it has 4.
+
+Sixteen warps take up to 1.2 times as long on 16384 scores, as do eight instead of four on 2048
+(``launch/results/tunings_h200.md``).
+"""
 MAX_REGISTERS = 128
 """Registers of a thread at most, so that a multiprocessor holds two programs: one loads while the other counts."""
 
 ABSENT_KEY = tl.constexpr(-0x80000000)
 """Key of a place without a score, below the key of every score."""
-BIN_BITS = tl.constexpr(8)
-"""A histogram has two to the power of so many bins, :data:`BINS`."""
-BINS = tl.constexpr(2**8)
-HISTOGRAMS = tl.constexpr(6)
-"""Histograms of a selection at most: one of groups, then until a bin holds a single key of 32 bits."""
+LINEAR_FRACTION = tl.constexpr(1 / 16)
+"""Fraction of the larger magnitude of a search's two ends: the scale on which probes are placed is linear in scores
+below it, logarithmic above."""
+PROBE_SPREAD = tl.constexpr(0.35)
+"""Half the distance between a round's two probes is this over the square root of the number of keys in the range, as a
+fraction of the range."""
 
 
-@jit
+@triton.jit
 def _ordered_keys(scores):
     """Convert fp32 scores to int32 keys of the same order, all above ABSENT_KEY.
 
@@ -66,356 +76,391 @@ def _ordered_keys(scores):
     return tl.maximum(~(bits ^ ((bits >> 31) & 0x7FFFFFFF)), ABSENT_KEY + 1)
 
 
-@jit
-def _score_bits(key):
-    """Return the bits, int32, of a score that :func:`_ordered_keys` gives this key."""
-    return key ^ ((key >> 31) & 0x7FFFFFFF)
+@triton.jit
+def _to_scale(key, unit):
+    """Map a key to an int32 scale, nearly linear in the score up to ``unit`` (fp32) and nearly logarithmic above."""
+    distance = (tl.abs(key).to(tl.float32, bitcast=True) + unit).to(tl.int32, bitcast=True)
+    distance -= unit.to(tl.int32, bitcast=True)
+    return tl.where(key < 0, -distance, distance)
 
 
-@jit
-def _score(key):
-    """Return a score, fp32, that :func:`_ordered_keys` gives this key."""
-    return _score_bits(key).to(tl.float32, bitcast=True)
+@triton.jit
+def _from_scale(place, unit):
+    """Invert :func:`_to_scale`, up to rounding: the key at ``place``."""
+    reach = tl.abs(place) + unit.to(tl.int32, bitcast=True)
+    distance = (reach.to(tl.float32, bitcast=True) - unit).to(tl.int32, bitcast=True)
+    return tl.where(place < 0, -distance, distance)
 
 
-@jit
-def _again(value):
-    """Return the int32 scalar, from lane 0, so that the assembler does not know that it is the same.
+@triton.jit
+def _find_bound(keys, k, slack, low, high, count):
+    """Find a bound that ``k`` to ``k + slack`` keys reach or, if none is found, the k-th largest key.
 
-    Masks that follow from it are computed again rather than held: each bit of a mask takes three instructions to hold.
+    Returns (bound, number of keys that reach it). low: a bound, int32, that ``count`` keys reach, at least k. high: a
+    bound, int32, that no key reaches.
     """
-    if INTERPRETED:
-        return value
-    else:
-        return tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-        )
+    none, slow = 0, low > high
+    unit = tl.maximum(-low, high).to(tl.float32, bitcast=True) * LINEAR_FRACTION
+    unit = tl.where(unit < float("inf"), unit, 0.0)
+    while (count > k + slack) & (low + 1 < high):
+        # Each round counts the keys that reach two probes. They lie on both sides of where the aim would be if scores
+        # were spread evenly between low and high on the scale of _to_scale, as far apart as chance moves the count; the
+        # scale suits normally distributed scores, and scores of one sign and many magnitudes. After a round that did no
+        # better than halving, the next puts its probes at the quarters of the range of keys: so the loop ends whatever
+        # the scores.
+        before = count - none
+        root = tl.rsqrt(before * 1.0)
+        aim = (count - k - slack * 0.5) * root * root
+        spread = tl.maximum(root * PROBE_SPREAD, root * root * 0.5)
+        bottom, top = tl.where(slow, low, _to_scale(low, unit)), tl.where(slow, high, _to_scale(high, unit))
+        half = top * 0.5 - bottom * 0.5
+        below = bottom + 2 * (tl.where(slow, 0.25, tl.maximum(aim - spread, 0.03)) * half).to(tl.int32)
+        above = bottom + 2 * (tl.where(slow, 0.75, tl.minimum(aim + spread, 0.97)) * half).to(tl.int32)
+        below, above = tl.where(slow, below, _from_scale(below, unit)), tl.where(slow, above, _from_scale(above, unit))
+        below = tl.minimum(tl.maximum(below, low + 1), high - 1)
+        above = tl.minimum(tl.maximum(above, below), high - 1)
+        # Both counts in one sum.
+        reached = tl.sum(tl.where(keys >= above, 0x10001, tl.where(keys >= below, 1, 0)))
+        reach_below, reach_above = reached & 0xFFFF, reached >> 16
+        low = tl.where(reach_above >= k, above, tl.where(reach_below >= k, below, low))
+        count = tl.where(reach_above >= k, reach_above, tl.where(reach_below >= k, reach_below, count))
+        none = tl.where(reach_below < k, reach_below, tl.where(reach_above < k, reach_above, none))
+        high = tl.where(reach_below < k, below, tl.where(reach_above < k, above, high))
+        slow = ((count - none) * 2 > before) & ~slow
+    return low, count
 
 
-@jit
-def _along(SIZE: tl.constexpr, AXIS: tl.constexpr, HELD: tl.constexpr):
-    """Return 0 to SIZE − 1 along one of the four axes of a block of layout HELD; the other axes have one place."""
-    if AXIS == 0:
-        return gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, HELD))))[:, None, None, None]
-    elif AXIS == 1:
-        return gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, HELD))))[None, :, None, None]
-    elif AXIS == 2:
-        return gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, HELD))))[None, None, :, None]
-    else:
-        return gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, HELD))))[None, None, None, :]
+@triton.jit
+def _stretch_length(SIZE: tl.constexpr, LANES: tl.constexpr):
+    """Return the length of a warp's stretch of indices if the program holds SIZE: the warp holds all of the stretch."""
+    return max(SIZE * 32 // LANES, min(32, SIZE))
 
 
-@jit
-def _indices(stretch, PARTS: tl.constexpr, WARPS: tl.constexpr, HELD: tl.constexpr):
-    """Return the indices that a program holds, int32 [parts, warps, 32, 4].
+@triton.jit
+def _thread_offsets(stretch, SIZE: tl.constexpr, LANES: tl.constexpr):
+    """Return the terms of :func:`_indices` that differ between threads, both four-dimensional.
+
+    They are (where each lane begins in a stretch, where each warp's stretch begins).
+    """
+    EACH: tl.constexpr = max(1, min(4, SIZE // LANES))
+    WIDE: tl.constexpr = min(32, SIZE // EACH)
+    WARPS: tl.constexpr = min(LANES, SIZE // EACH) // WIDE
+    lane = tl.arange(0, WIDE) * EACH
+    return lane[None, None, :, None], (tl.arange(0, WARPS) * stretch)[None, :, None, None]
+
+
+@triton.jit
+def _common_offsets(SIZE: tl.constexpr, LANES: tl.constexpr):
+    """Return the term of :func:`_indices` that is the same for all threads, [parts, 1, 1, up to 4]."""
+    EACH: tl.constexpr = max(1, min(4, SIZE // LANES))
+    PARTS: tl.constexpr = max(1, SIZE // (LANES * EACH))
+    part = tl.arange(0, PARTS) * min(32 * EACH, SIZE)
+    return part[:, None, None, None] + tl.arange(0, EACH)[None, None, None, :]
+
+
+@triton.jit
+def _indices(stretch, SIZE: tl.constexpr, LANES: tl.constexpr):
+    """Return the indices, SIZE at most, that a program of LANES threads holds: [parts, warps, lanes, up to 4].
 
     Each warp holds a stretch of its own, part after part; indices beyond its stretch belong to the next warp.
     """
-    common = _along(PARTS, 0, HELD) * 128 + _along(4, 3, HELD)
-    return _along(WARPS, 1, HELD) * stretch + _along(32, 2, HELD) * 4 + common
+    lane, begin = _thread_offsets(stretch, SIZE, LANES)
+    return begin + lane + _common_offsets(SIZE, LANES)
 
 
-@jit
-def _is_below(limit, stretch, PARTS: tl.constexpr, WARPS: tl.constexpr, HELD: tl.constexpr):
+@triton.jit
+def _is_below(limit, stretch, SIZE: tl.constexpr, LANES: tl.constexpr):
     """Tell which of :func:`_indices` are in their warp's stretch and below the limit, without computing each index."""
-    common = _along(PARTS, 0, HELD) * 128 + _along(4, 3, HELD)
-    return common < tl.minimum(limit - _along(WARPS, 1, HELD) * stretch, stretch) - _along(32, 2, HELD) * 4
+    lane, begin = _thread_offsets(stretch, SIZE, LANES)
+    return _common_offsets(SIZE, LANES) < tl.minimum(limit - begin, stretch) - lane
 
 
-@jit
-def _either(least, most, other_least, other_most):
-    return tl.minimum(least, other_least), tl.maximum(most, other_most)
+@triton.jit
+def _drop_ties(keys, stretch, threshold, count, k, most, LANES: tl.constexpr):
+    """Make keys absent so that only ``k`` to ``most`` reach the threshold, which is the k-th largest key.
+
+    ``count`` keys reach it at first. Of those equal to the threshold only the first stay. Keys below it may become
+    absent, too.
+    """
+    begin, end = 0, keys.numel
+    while count > most:
+        middle = (begin + end) // 2
+        taken = (keys > threshold) | ((keys == threshold) & _is_below(middle, stretch, keys.numel, LANES))
+        reached = tl.sum(tl.where(taken, 1, 0))
+        begin, end = tl.where(reached >= k, begin, middle), tl.where(reached >= k, middle, end)
+        count = tl.where(reached >= k, reached, count)
+    return tl.where((keys > threshold) | _is_below(end, stretch, keys.numel, LANES), keys, ABSENT_KEY)
 
 
-@jit
-def _extremes(least, most):
-    """Return (minimum of ``least``, maximum of ``most``) over their last axis, in one exchange between threads."""
-    if INTERPRETED:
-        return tl.min(least, axis=0), tl.max(most, axis=0)
+@triton.jit
+def _counts_before(chosen):
+    """Count the chosen values before each lane's of each part, and all of them: (int32 [words, warps, lanes], int32).
+
+    chosen: bool [parts, warps, lanes, n] in the order of :func:`_indices`, up to 8 parts; fewer than 65536 chosen. A
+    part's counts take 16 bits of a word: the lower ones in the first half of the parts, the upper ones in the second.
+    """
+    counts = tl.sum(tl.where(chosen, 1, 0), axis=3)
+    if chosen.shape[0] == 1:
+        words = counts
     else:
-        return tl.reduce((least, most), 0, _either)
+        halves = tl.reshape(counts, (2, chosen.shape[0] // 2, chosen.shape[1], chosen.shape[2]))
+        words = tl.sum(halves << (tl.arange(0, 2) * 16)[:, None, None, None], axis=0)
+    # Within a warp the prefix sum uses shuffles; between warps it needs one count of each.
+    of_parts = tl.sum(words, axis=2)
+    of_half = tl.sum(of_parts, axis=0)
+    of_warp = (of_half & 0xFFFF) + (of_half >> 16)
+    earlier = tl.cumsum(of_warp, axis=0) - of_warp
+    earlier = earlier | ((earlier + (of_half & 0xFFFF)) << 16)
+    word = tl.arange(0, words.shape[0])[:, None]
+    begin = tl.where(word >= 0, earlier[None, :], 0)
+    for row in tl.static_range(words.shape[0] - 1):
+        of_part = tl.sum(tl.where(word == row, of_parts, 0), axis=0)
+        begin += tl.where(word > row, of_part[None, :], 0)
+    return tl.cumsum(words, axis=2) - words + begin[:, :, None], tl.sum(of_warp)
 
 
-@jit
-def _clear(histograms, WARPS: tl.constexpr):
-    """Set all bins to zero."""
-    LINE: tl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    for number in tl.static_range(HISTOGRAMS):
-        histograms.index(number).store(gl.full([BINS], 0, tl.int32, LINE))
+@triton.jit
+def _counts_before_part(before, PART: tl.constexpr):
+    """Extract one part's counts from the words of :func:`_counts_before`: int32 [warps, lanes]."""
+    words = tl.arange(0, before.shape[0])[:, None, None]
+    word = tl.sum(tl.where((words == PART) | (words + before.shape[0] == PART), before, 0), axis=0)
+    return word & 0xFFFF if before.shape[0] > PART else word >> 16
 
 
-@jit
-def _bin_shift(span):
-    """Return the shift, uint32, that maps the distances 0 to ``span`` (uint32) to bins, to more than half of them."""
-    # The exponent of the distance as fp32 says how many bits it has, or one more.
-    bits = (span.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
-    return tl.maximum(bits - BIN_BITS, 0).to(tl.uint32)
+@triton.jit
+def _element(x, PART: tl.constexpr, PLACE: tl.constexpr):
+    """Return x[PART, :, :, PLACE]; it costs nothing, because a thread holds all parts and places."""
+    part, place = tl.arange(0, x.shape[0])[:, None, None, None], tl.arange(0, x.shape[3])[None, None, :]
+    of_part = tl.sum(tl.where(part == PART, x, 0), axis=0)
+    return tl.sum(tl.where(place == PLACE, of_part, 0), axis=2)
 
 
-@jit
-def _count(histogram, keys, high, span, shift):
-    """Count keys in the bins of their distances below ``high``, unless these are larger than ``span``."""
-    distance = tl.reshape((high - keys).to(tl.uint32), [keys.numel])
-    bin = (distance >> shift).to(tl.int32)
-    histogram.atomic_scatter_add(bin * 0 + 1, bin, 0, distance <= span)
+@triton.jit
+def _narrow(keys, stretch, to, TOPK: tl.constexpr, NARROWED: tl.constexpr):
+    """Keep TOPK to 2 * TOPK of the largest keys [parts, warps, 32, 4]: store their indices, int16, in order, at ``to``.
 
-
-@jit
-def _bin_of(histogram, k, WARPS: tl.constexpr):
-    """Find the bin that holds the ``k``-th counted key: (bin, keys in earlier bins, keys in these and in that bin)."""
-    # Every warp reads all bins, so that no exchange between warps follows.
-    LINE: tl.constexpr = gl.BlockedLayout([BINS // 32], [32], [WARPS], [0])
-    gl.barrier()
-    reach = tl.cumsum(histogram.load(LINE), axis=0)
-    before = ((gl.arange(0, BINS, LINE) + 1) << 16) | reach
-    last = tl.max(tl.where(reach < k, before, 0), axis=0)
-    reached = tl.min(tl.where(reach >= k, reach, 0x7FFFFFFF), axis=0)
-    return last >> 16, last & 0xFFFF, reached
-
-
-@jit
-def _find_bound(keys, low, high, k, histograms, number, WARPS: tl.constexpr):
-    """Find a bound that the ``k`` largest keys reach and, unless others equal the k-th largest, no other key.
-
-    low: a key that at least k keys reach. high: the largest key. histograms: int32 [.., bins] in shared memory, zeros
-    from ``number`` on. Returns (bound, how many keys too many reach it, how many of those that equal it are among the k
-    largest if others are not).
+    Returns (a bound that they all reach, a bound that no key reaches, their number). All threads of the
+    program see the stored indices afterwards.
     """
-    # Keys are counted by their distance from the largest, unsigned: in the first bin are the largest keys.
-    span = (high - low).to(tl.uint32)
-    excess = k
-    while (excess > 0) & (number < HISTOGRAMS):
-        shift = _bin_shift(span)
-        histogram = histograms.index(number)
-        _count(histogram, keys, high, span, shift)
-        bin, earlier, reached = _bin_of(histogram, k, WARPS)
-        k -= earlier
-        excess = reached - earlier - k
-        high -= (bin.to(tl.uint32) << shift).to(tl.int32)
-        span = tl.minimum((gl.full([], 1, tl.uint32, None) << shift) - 1, (high - low).to(tl.uint32))
-        number += 1
-    return high - span.to(tl.int32), excess, k
+    LANES: tl.constexpr = keys.shape[1] * 32
+    # If the maxima of k groups reach a bound, at least k keys do. A group's keys lie far apart in the row, because
+    # neighbours often score alike.
+    GROUPS: tl.constexpr = max(NARROWED, 4 * LANES)
+    SLACK: tl.constexpr = min(TOPK // 2, (GROUPS - TOPK) // 6)
+    OF_LANE: tl.constexpr = GROUPS // (4 * LANES)
+    grouped = tl.reshape(keys, (keys.shape[0] // OF_LANE, OF_LANE, keys.shape[1], keys.shape[2], keys.shape[3]))
+    maxima = tl.max(grouped, axis=0)
+    high = tl.max(maxima) + 1
+    low, _ = _find_bound(maxima, TOPK, SLACK, tl.min(maxima), high, tl.full((), GROUPS, tl.int32))
+    # Fewer than TOPK groups may hold any key.
+    low = tl.maximum(low, ABSENT_KEY + 1)
+    before, count = _counts_before(keys >= low)
+    if count > 2 * TOPK:
+        low, count = _find_bound(keys, TOPK, TOPK, low, high, count)
+        if count > 2 * TOPK:
+            keys = _drop_ties(keys, stretch, low, count, TOPK, 2 * TOPK, LANES)
+        before, count = _counts_before(keys >= low)
+    # A thread stores one of each of its groups of four at a time, in the layout in which it counts: only the counts
+    # move between threads.
+    index = tl.arange(0, keys.shape[1])[:, None] * stretch + tl.arange(0, 32)[None, :] * 4
+    for part in tl.static_range(keys.shape[0]):
+        place = _counts_before_part(before, part)
+        for of_four in tl.static_range(4):
+            chosen = _element(keys, part, of_four) >= low
+            tl.store(to + place, (index + (128 * part + of_four)).to(tl.int16), mask=chosen)
+            place += chosen.to(tl.int32)
+    tl.debug_barrier()
+    return low, high, count
 
 
-@jit
-def _group_bound(numbers, histogram, TOPK: tl.constexpr, GROUPS: tl.constexpr, WARPS: tl.constexpr, HELD: tl.constexpr):
-    """Return (a bound that TOPK or a few more groups of numbers reach, the largest number); a guess, to be checked.
-
-    A thread holds GROUPS groups, of which there are more than TOPK. If the maxima of TOPK groups reach a bound, at
-    least TOPK numbers do. A group's numbers lie far apart in the row, because neighbours often score alike. Bins are
-    linear in the numbers; the bound lies a hundredth of a bin lower than its bin, which rounding does not reach.
-    """
-    PARTS: tl.constexpr = numbers.shape[0]
-    of_part = tl.max(numbers, axis=3)
-    group = gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, HELD))))[:, None, None] % GROUPS
-    largest = tl.max(of_part, axis=0)
-    smallest = largest
-    for number in tl.static_range(GROUPS):
-        of_group = tl.max(tl.where(group == number, of_part, float("-inf")), axis=0)
-        # An empty group says nothing.
-        smallest = tl.minimum(smallest, tl.where(of_group > float("-inf"), of_group, float("inf")))
-    low, high = _extremes(tl.min(smallest, axis=1), tl.max(largest, axis=1))
-    scale = tl.where(high > low, (BINS - 1) / (high - low), 0.0)
-    for number in tl.static_range(GROUPS):
-        of_group = tl.max(tl.where(group == number, of_part, float("-inf")), axis=0)
-        bin = tl.minimum(((high - of_group) * scale).to(tl.int32), BINS - 1)
-        bin = tl.reshape(tl.maximum(bin, 0), [of_group.numel])
-        histogram.atomic_scatter_add(bin * 0 + 1, bin, 0, tl.reshape(of_group >= low, [of_group.numel]))
-    bin, _, _ = _bin_of(histogram, TOPK, WARPS)
-    return high - (bin + 1.01) * ((high - low) / (BINS - 1)), high
+@triton.jit
+def _take_all(table, visible, slots, TOPK: tl.constexpr, PADDED: tl.constexpr):
+    """Store the slots of all visible entries, which are at most TOPK, then −1."""
+    entry = tl.arange(0, PADDED)
+    known = entry < visible
+    tl.store(slots + entry, tl.where(known, _entry_slot(table, entry, known), -1), mask=entry < TOPK)
 
 
-@jit
-def _begins(chosen, WARPS: tl.constexpr, HELD: tl.constexpr):
-    """Count the chosen values before each lane's of each part, in the order of :func:`_indices`, and all of them.
-
-    chosen: bool [parts, warps, 32, 4]. Returns (int32 [parts, warps, 32], int32).
-    """
-    PARTS: tl.constexpr = chosen.shape[0]
-    OF_LANES: tl.constexpr = gl.SliceLayout(3, HELD)
-    OF_WARPS: tl.constexpr = gl.SliceLayout(2, OF_LANES)
-    LANES: tl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    of_lane = tl.sum(tl.where(chosen, 1, 0), axis=3)
-    part = gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, OF_LANES)))[:, None, None]
-    begin = gl.full([PARTS, WARPS], 0, tl.int32, OF_WARPS)
-    of_warp = tl.sum(begin, axis=0)
-    lanes_before = of_lane * 0
-    # A warp holds at most 128 of a part: the counts of four parts take 8 bits each of a word.
-    for word in tl.static_range((PARTS + 3) // 4):
-        packed = tl.sum(tl.where(part // 4 == word, of_lane << (part % 4 * 8), 0), axis=0)
-        until = tl.cumsum(gl.convert_layout(packed, LANES), axis=1)
-        until = gl.convert_layout(until, gl.SliceLayout(0, OF_LANES))
-        lanes_before = tl.where(
-            part // 4 == word, ((until - packed)[None, :, :] >> (part % 4 * 8)) & 0xFF, lanes_before
-        )
-        totals = tl.sum(packed[None, :, :], axis=2)
-        for of_word in tl.static_range(min(4, PARTS)):
-            total = (totals >> (8 * of_word)) & 0xFF
-            later = gl.arange(0, PARTS, gl.SliceLayout(1, OF_WARPS))[:, None] > 4 * word + of_word
-            begin += tl.where(later, total, 0)
-            of_warp += tl.sum(total, axis=0)
-    # Every warp gets all warps' counts, a lane each.
-    other = gl.arange(0, WARPS, gl.SliceLayout(0, LANES))[None, :]
-    earlier = other < gl.arange(0, WARPS, gl.SliceLayout(1, LANES))[:, None]
-    counts = gl.convert_layout(of_warp, gl.SliceLayout(0, LANES))[None, :]
-    warps_before = gl.convert_layout(tl.sum(tl.where(earlier, counts, 0), axis=1), gl.SliceLayout(0, OF_WARPS))
-    begin += warps_before[None, :]
-    return begin[:, :, None] + lanes_before, tl.sum(
-        gl.convert_layout(of_warp, gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0
-    )
-
-
-@jit
-def _places(begins, chosen):
-    """Return the place of each chosen value, int32 [parts, warps, 32, 4], from what :func:`_begins` gives for them."""
-    ones = tl.where(chosen, 1, 0)
-    return begins[:, :, :, None] + tl.cumsum(ones, axis=3) - ones
-
-
-@jit
+@triton.jit
 def _entry_slot(table, entry, known):
     """Return the int32 slots of a request's ratio-4 entries. table: the request's row of its pages' full slots."""
     return tl.load(table + entry // 64, mask=known, other=0) // 4 + entry % 64
 
 
-@jit
-def _take_all(table, visible, slots, TOPK: tl.constexpr, WARPS: tl.constexpr):
-    """Store the slots of all visible entries, which are at most TOPK, then −1."""
-    LANES: tl.constexpr = 32 * WARPS
-    lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    for part in tl.static_range((TOPK + LANES - 1) // LANES):
-        entry = part * LANES + lane
-        known = entry < visible
-        tl.store(slots + entry, tl.where(known, _entry_slot(table, entry, known), -1), mask=entry < TOPK)
-
-
-@jit
-def _keep(kept, numbers, index, place, chosen, WARPS: tl.constexpr, HELD: tl.constexpr):
-    """Store the chosen fp32 numbers and their indices in the first half of ``kept``, each at its place.
-
-    The other half is for all else, a place a thread: a mask would make each store a branch. All threads of the program
-    see what is kept after a barrier.
-    """
-    size: tl.constexpr = numbers.numel
-    thread = _along(WARPS, 1, HELD) * 32 + _along(32, 2, HELD)
-    place = tl.where(chosen, place, thread + kept.shape[0] // 2)
-    both = (index.to(tl.int64) << 32) | numbers.to(tl.uint32, bitcast=True).to(tl.int64)
-    kept.scatter(tl.reshape(both, [size]), tl.reshape(place, [size]), 0)
-
-
-@jit
-def _load_kept(kept, PARTS: tl.constexpr, WARPS: tl.constexpr, HELD: tl.constexpr):
-    """Load what is kept in shared memory, in the order of :func:`_indices`: (fp32, int32) [parts, warps, 32, 4]."""
-    both = kept.slice(0, kept.shape[0] // 2).load(gl.BlockedLayout([4], [32], [WARPS], [0]))
-    both = gl.convert_layout(tl.permute(tl.reshape(both, [WARPS, PARTS, 32, 4]), (1, 0, 2, 3)), HELD)
-    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32)
-
-
-@jit
+@triton.jit
 def _store_best(
-    keys,
-    index,
-    low,
-    high,
-    k,
-    number,
-    source,
-    electing,
-    begin,
-    whole,
-    table,
-    slots,
-    candidates,
-    entries,
-    histograms,
-    WARPS: tl.constexpr,
-    HELD: tl.constexpr,
+    keys, entry, present, k, low, high, count, table, slots, candidates, whole, TOPK: tl.constexpr, LANES: tl.constexpr
 ):
-    """Store the ``k`` best of these keys, at ``index`` of the source, in the order in which a program holds them.
+    """Store the k best of these entries: their slots if ``whole``, else their keys and entries as candidates.
 
-    low, high, number: as in :func:`_find_bound`. The others are as in :func:`_select`.
+    keys, entry: in the order of :func:`_indices`. whole: these are all entries of the row, or the candidates of all its
+    chunks. low, high, count: as in :func:`_find_bound`.
     """
-    # Looked up for all keys, before it is known which are chosen: this takes as long as a round trip to memory.
-    present = keys > ABSENT_KEY
-    entry = begin + index
-    if electing:
-        entry = tl.load(source.to(tl.pointer_type(tl.int32)) + entries + index, mask=present, other=0, cache_modifier=".cg")
     slot = _entry_slot(table, entry, present & whole)
-    bound, excess, k = _find_bound(keys, low, high, k, histograms, number, WARPS)
-    chosen = keys >= bound
-    if excess > 0:
-        equal = keys == bound
-        chosen = (keys > bound) | (equal & (_places(_begins(equal, WARPS, HELD)[0], equal) < k))
-    place = _places(_begins(chosen, WARPS, HELD)[0], chosen)
-    if whole:
-        tl.store(slots + place, slot, mask=chosen)
-    else:
-        tl.store(candidates + place, _score_bits(keys), mask=chosen)
-        tl.store(candidates + entries + place, entry, mask=chosen)
+    low, count = _find_bound(keys, k, 0, low, high, count)
+    if count > k:
+        keys = _drop_ties(keys, _stretch_length(keys.numel, LANES), low, count, k, k, LANES)
+    before, _ = _counts_before(keys >= low)
+    for part in tl.static_range(keys.shape[0]):
+        place = _counts_before_part(before, part)
+        for of_lane in tl.static_range(keys.shape[3]):
+            key = _element(keys, part, of_lane)
+            chosen = key >= low
+            tl.store(slots + place, _element(slot, part, of_lane), mask=chosen & whole)
+            tl.store(candidates + place, key, mask=chosen & ~whole)
+            tl.store(candidates + TOPK + place, _element(entry, part, of_lane), mask=chosen & ~whole)
+            place += chosen.to(tl.int32)
 
 
-@jit
-def _select(
-    source,
-    readable,
-    count,
-    electing,
+@triton.jit
+def _load_keys(scores, count, limit, stretch, SIZE: tl.constexpr, LANES: tl.constexpr):
+    """Load the keys of ``count`` scores, at most SIZE; ABSENT_KEY elsewhere. At most ``limit`` scores may be read."""
+    # Read the last group of four that holds any score as a whole, if the row has all four: one load takes four.
+    readable = _is_below(tl.minimum((count + 3) // 4 * 4, limit), stretch, SIZE, LANES)
+    keys = _ordered_keys(tl.load(scores + _indices(stretch, SIZE, LANES), mask=readable, other=0.0))
+    return tl.where(_is_below(count, stretch, SIZE, LANES), keys, ABSENT_KEY)
+
+
+@triton.jit
+def _select_single_pass(
+    scores, limit, begin, count, row_arguments, TOPK: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr
+):
+    """Do the work of :func:`_select` for at most BLOCK scores, without narrowing."""
+    stretch = _stretch_length(BLOCK, LANES)
+    keys, present = _load_keys(scores, count, limit, stretch, BLOCK, LANES), _is_below(count, stretch, BLOCK, LANES)
+    low, high = tl.min(tl.where(present, keys, 0x7FFFFFFF)), tl.max(keys) + 1
+    entry = begin + _indices(stretch, BLOCK, LANES)
+    _store_best(keys, entry, present, tl.minimum(count, TOPK), low, high, count, *row_arguments, TOPK, LANES)
+
+
+@triton.jit
+def _load_narrowed(narrowed, count, NARROWED: tl.constexpr, LANES: tl.constexpr):
+    """Load what :func:`_narrow` stored: (indices, which of them exist). Their memory may be overwritten afterwards."""
+    stretch = _stretch_length(NARROWED, LANES)
+    present = _is_below(count, stretch, NARROWED, LANES)
+    index = tl.load(narrowed + _indices(stretch, NARROWED, LANES), mask=present, other=0, cache_modifier=".cg")
+    tl.debug_barrier()
+    return index.to(tl.int32), present
+
+
+@triton.jit
+def _select_narrowed(
+    scores,
+    limit,
     begin,
+    count,
+    row_arguments,
+    narrowed,
+    TOPK: tl.constexpr,
+    NARROWED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Do the work of :func:`_select` for more than TOPK, at most BLOCK scores.
+
+    narrowed: int16 [2 * TOPK], overwritten.
+    """
+    stretch = tl.cdiv(count, 4 * LANES) * 128
+    keys = _load_keys(scores, count, limit, stretch, BLOCK, LANES)
+    low, high, count = _narrow(keys, stretch, narrowed, TOPK, NARROWED)
+    index, present = _load_narrowed(narrowed, count, NARROWED, LANES)
+    keys = tl.where(present, _ordered_keys(tl.load(scores + index, mask=present, other=0.0)), ABSENT_KEY)
+    _store_best(keys, begin + index, present, TOPK, low, high, count, *row_arguments, TOPK, LANES)
+
+
+@triton.jit
+def _select(
+    scores,
+    columns,
+    begin,
+    count,
     whole,
     table,
     slots,
     candidates,
-    entries,
-    histograms,
-    kept,
     TOPK: tl.constexpr,
-    KEPT_PARTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WARPS: tl.constexpr,
+    NARROWED: tl.constexpr,
+    SINGLE_PASS_MAX_SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """Select the TOPK best of ``count`` scores: slots if ``whole``, else candidates. Of fewer, all become candidates.
+    """Select the best TOPK of ``count`` scores from column ``begin`` on: slots if ``whole``, else candidates.
 
-    source: fp32 pointer to the scores or, if ``electing``, to those of all chunks' candidates. readable: number of
-    scores that may be read. begin: entry of the first score. candidates: int32 pointer. entries: how far a candidate's
-    entry lies behind its score. kept: int64 in shared memory, for twice KEPT_PARTS parts.
+    Of no more than TOPK scores all become candidates. columns: number of scores that may be read.
     """
-    HELD: tl.constexpr = gl.BlockedLayout([PARTS, 1, 1, 4], [1, 1, 32, 1], [1, WARPS, 1, 1], [3, 2, 1, 0])
-    stretch = tl.cdiv(count, 128 * WARPS) * 128
-    index = _indices(stretch, PARTS, WARPS, HELD)
-    present = _is_below(count, stretch, PARTS, WARPS, HELD)
-    # Read the last group of four that holds any score as a whole, if the row has all four: one load takes four.
-    in_row = _is_below(tl.minimum((count + 3) // 4 * 4, readable), stretch, PARTS, WARPS, HELD)
-    numbers = tl.load(source + index, mask=in_row, other=0.0, cache_modifier=".cg")
-    row_arguments = (source, electing, begin, whole, table, slots, candidates, entries, histograms)
-    k, number = tl.minimum(count, TOPK), 0
-    found = gl.full([], False, tl.int1, None)
-    GROUPS: tl.constexpr = max(2, TOPK // (16 * WARPS))
-    if (PARTS > KEPT_PARTS) & (PARTS >= GROUPS):
-        # Narrow: keep what reaches a bound that TOPK or a few more do.
-        numbers = tl.where(present, numbers, float("-inf"))
-        bound, highest = _group_bound(numbers, histograms.index(0), TOPK, GROUPS, WARPS, HELD)
-        number = 1
-        begins, held = _begins(numbers >= bound, WARPS, HELD)
-        found = (bound > float("-inf")) & (held >= TOPK) & (held <= KEPT_PARTS * 128 * WARPS)
-        if found:
-            low, high = _ordered_keys(bound), _ordered_keys(highest)
-            reach = numbers >= _score(_again(low))
-            _keep(kept, numbers, index, _places(begins, reach), reach, WARPS, HELD)
-            gl.barrier()
-            LEFT: tl.constexpr = gl.BlockedLayout([KEPT_PARTS, 1, 1, 4], [1, 1, 32, 1], [1, WARPS, 1, 1], [3, 2, 1, 0])
-            numbers_left, index_left = _load_kept(kept, KEPT_PARTS, WARPS, LEFT)
-            present_left = _indices(KEPT_PARTS * 128, KEPT_PARTS, WARPS, LEFT) < held
-            keys = tl.where(present_left, _ordered_keys(numbers_left), ABSENT_KEY)
-            _store_best(keys, index_left, low, high, k, number, *row_arguments, WARPS, LEFT)
-    if found == 0:
-        present = _is_below(_again(count), stretch, PARTS, WARPS, HELD)
-        keys = tl.where(present, _ordered_keys(numbers), ABSENT_KEY)
-        least = tl.min(tl.min(tl.where(present, keys, 0x7FFFFFFF), axis=3), axis=0)
-        low, high = _extremes(tl.min(least, axis=1), tl.max(tl.max(tl.max(keys, axis=3), axis=0), axis=1))
-        _store_best(keys, index, low, high, k, number, *row_arguments, WARPS, HELD)
+    row_arguments = (table, slots, candidates, whole)
+    scores += begin
+    if count <= SINGLE_PASS_MAX_SCORES:
+        _select_single_pass(scores, columns - begin, begin, count, row_arguments, TOPK, SINGLE_PASS_MAX_SCORES, LANES)
+    elif BLOCK > SINGLE_PASS_MAX_SCORES:
+        narrowed = tl.where(whole, slots, candidates).to(tl.pointer_type(tl.int16))
+        _select_narrowed(scores, columns - begin, begin, count, row_arguments, narrowed, TOPK, NARROWED, BLOCK, LANES)
 
 
-@jit(do_not_specialize=["first"])
+@triton.jit
+def _elect_single_pass(candidates, count, row_arguments, TOPK: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr):
+    """Do the work of :func:`_elect` for at most BLOCK candidates, without narrowing."""
+    stretch = _stretch_length(BLOCK, LANES)
+    index, present = _indices(stretch, BLOCK, LANES), _is_below(count, stretch, BLOCK, LANES)
+    at = candidates + index + index // TOPK * TOPK
+    keys = tl.load(at, mask=present, other=ABSENT_KEY, cache_modifier=".cg")
+    entry = tl.load(at + TOPK, mask=present, other=0, cache_modifier=".cg")
+    low, high = tl.min(tl.where(present, keys, 0x7FFFFFFF)), tl.max(keys) + 1
+    _store_best(keys, entry, present, TOPK, low, high, count, *row_arguments, TOPK, LANES)
+
+
+@triton.jit
+def _elect_narrowed(
+    candidates,
+    count,
+    row_arguments,
+    narrowed,
+    TOPK: tl.constexpr,
+    NARROWED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Do the work of :func:`_elect` for more than TOPK, at most BLOCK candidates.
+
+    narrowed: int16 [2 * TOPK], overwritten.
+    """
+    stretch = tl.cdiv(count, 4 * LANES) * 128
+    index, present = _indices(stretch, BLOCK, LANES), _is_below(count, stretch, BLOCK, LANES)
+    at = candidates + index + index // TOPK * TOPK
+    keys = tl.load(at, mask=present, other=ABSENT_KEY, cache_modifier=".cg")
+    low, high, narrow = _narrow(keys, stretch, narrowed, TOPK, NARROWED)
+    left, known = _load_narrowed(narrowed, narrow, NARROWED, LANES)
+    of_left = candidates + left + left // TOPK * TOPK
+    keys = tl.load(of_left, mask=known, other=ABSENT_KEY, cache_modifier=".cg")
+    entry = tl.load(of_left + TOPK, mask=known, other=0, cache_modifier=".cg")
+    _store_best(keys, entry, known, TOPK, low, high, narrow, *row_arguments, TOPK, LANES)
+
+
+@triton.jit
+def _elect(
+    candidates,
+    visible,
+    table,
+    slots,
+    TOPK: tl.constexpr,
+    NARROWED: tl.constexpr,
+    SINGLE_PASS_MAX_SCORES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Store the slots of the best of at most BLOCK candidates, which the programs of all chunks have stored."""
+    before = (visible - 1) // CHUNK
+    count = before * TOPK + tl.minimum(visible - before * CHUNK, TOPK)
+    row_arguments = (table, slots, candidates, tl.full((), True, tl.int1))
+    if count <= SINGLE_PASS_MAX_SCORES:
+        _elect_single_pass(candidates, count, row_arguments, TOPK, SINGLE_PASS_MAX_SCORES, LANES)
+    elif BLOCK > SINGLE_PASS_MAX_SCORES:
+        narrowed = slots.to(tl.pointer_type(tl.int16))
+        _elect_narrowed(candidates, count, row_arguments, narrowed, TOPK, NARROWED, BLOCK, LANES)
+
+
+@triton.jit(do_not_specialize=["first"])
 def _select_kernel(
     scores,
     row_stride,
@@ -429,79 +474,56 @@ def _select_kernel(
     first,
     candidates,
     candidates_row,
-    entries,
     semaphores,
     TOPK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_CHUNKS: tl.constexpr,
-    KEPT_PARTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WARPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    SINGLE_PASS_MAX_SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CANDIDATE_BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Select one chunk's best entries, and in a row's last program the best of its candidates.
 
-    Grid: (rows, chunks). HAS_CHUNKS: a row may have several chunks. A program of WARPS warps holds PARTS parts of
-    :func:`_indices`, or KEPT_PARTS where they suffice.
+    Grid: (rows, chunks). CANDIDATE_BLOCK: candidates of a row at most, a power of two; 0 where a row is one chunk.
     """
-    ROWS: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    histograms = gl.allocate_shared_memory(tl.int32, [8, BINS], ROWS)
-    kept = gl.allocate_shared_memory(tl.int64, [2 * KEPT_PARTS * 128 * WARPS], ROWS)
-    _clear(histograms, WARPS)
-    # What narrowing does not fill is loaded, too.
-    LINE: tl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
-    kept.store(gl.full([2 * KEPT_PARTS * 128 * WARPS], 0, tl.int64, LINE))
     after_previous()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = first + row
     visible = visible_entries(tl.load(positions + token), columns)
-    begin = chunk * CHUNK
+    begin = chunk * BLOCK
     if (chunk == 0) | (visible > begin):
+        scores += row * row_stride
         slots += row * TOPK
         table += tl.load(owners + token) * table_stride
         if chunk == 0:
             tl.store(lengths + row, tl.minimum(visible, TOPK))
         if visible <= TOPK:
-            _take_all(table, visible, slots, TOPK, WARPS)
+            _take_all(table, visible, slots, TOPK, PADDED)
         else:
             candidates += row * candidates_row
-            nominated = candidates + chunk * TOPK
-            source = scores + row * row_stride + begin
-            count, readable = tl.minimum(visible - begin, CHUNK), columns - begin
-            electing, whole = gl.full([], False, tl.int1, None), visible <= CHUNK
-            more = gl.full([], True, tl.int1, None)
-            while more:
-                arguments = (
-                    source,
-                    readable,
-                    count,
-                    electing,
-                    begin,
-                    whole,
-                    table,
-                    slots,
-                    nominated,
-                    entries,
-                    histograms,
-                    kept,
-                )
-                if count <= KEPT_PARTS * 128 * WARPS:
-                    _select(*arguments, TOPK, KEPT_PARTS, KEPT_PARTS, WARPS)
-                elif PARTS > KEPT_PARTS:
-                    _select(*arguments, TOPK, KEPT_PARTS, PARTS, WARPS)
-                more = gl.full([], False, tl.int1, None)
-                if HAS_CHUNKS:
-                    if whole == 0:
-                        # Every thread has stored its candidates before the semaphore is incremented.
-                        gl.barrier()
-                        chunks = tl.cdiv(visible, CHUNK)
-                        more = tl.atomic_add(semaphores + row, 1, sem="acq_rel", scope="gpu") == chunks - 1
-                        if more:
-                            tl.store(semaphores + row, 0)
-                            _clear(histograms, WARPS)
-                            source = candidates.to(tl.pointer_type(tl.float32))
-                            count = (chunks - 1) * TOPK + tl.minimum(visible - (chunks - 1) * CHUNK, TOPK)
-                            readable = chunks * TOPK
-                            electing, whole = more, more
+            row_arguments = (table, slots, candidates + chunk * (2 * TOPK))
+            sizes: tl.constexpr = (TOPK, 2 * PADDED, SINGLE_PASS_MAX_SCORES, BLOCK, LANES)
+            count = tl.minimum(visible - begin, BLOCK)
+            whole = visible <= BLOCK if CANDIDATE_BLOCK else tl.full((), True, tl.int1)
+            _select(scores, columns, begin, count, whole, *row_arguments, *sizes)
+            if (CANDIDATE_BLOCK > 0) & (visible > BLOCK):
+                chunks = tl.cdiv(visible, BLOCK)
+                # Every thread has stored its candidates before the semaphore is incremented.
+                tl.debug_barrier()
+                if tl.atomic_add(semaphores + row, 1, sem="acq_rel", scope="gpu") == chunks - 1:
+                    tl.store(semaphores + row, 0)
+                    _elect(
+                        candidates,
+                        visible,
+                        table,
+                        slots,
+                        TOPK,
+                        2 * PADDED,
+                        SINGLE_PASS_MAX_SCORES,
+                        BLOCK,
+                        CANDIDATE_BLOCK,
+                        LANES,
+                    )
 
 
 @dataclass(frozen=True)
@@ -511,7 +533,7 @@ class Candidates:
     One workspace serves all layers of a CUDA stream, one after another.
 
     Attributes:
-        nominated: int32 [rows, 2, chunks, topk]: scores' bits, then entries.
+        nominated: int32 [rows, chunks, 2, topk]: keys, then entries.
         semaphores: int32 [rows], the chunks of a row that are done; zero between launches.
     """
 
@@ -522,7 +544,7 @@ class Candidates:
 def new_candidates(rows: int, columns: int, topk: int, device: torch.device | str) -> Candidates:
     """Allocate the workspace for up to ``rows`` rows of ``columns`` columns; no candidates where a row is one chunk."""
     chunks = cdiv(columns, CHUNK_SCORES) if columns > CHUNK_SCORES else 0
-    nominated = torch.empty(rows, 2, chunks, topk, dtype=torch.int32, device=device)
+    nominated = torch.empty(rows, chunks, 2, topk, dtype=torch.int32, device=device)
     return Candidates(nominated, torch.zeros(rows, dtype=torch.int32, device=device))
 
 
@@ -566,10 +588,9 @@ def select_entries(
         nominated, semaphores = candidates.nominated, candidates.semaphores
     if not rows:
         return
-    chunk = min(max(WARP_SCORES, next_power_of_2(columns)), CHUNK_SCORES)
-    held = max(chunk, next_power_of_2(topk * chunks)) if chunks > 1 else chunk
-    warps = _warps(held)
-    parts = held // (WARP_SCORES * warps)
+    block = min(max(128, next_power_of_2(columns)), CHUNK_SCORES)
+    padded = next_power_of_2(topk)
+    lanes = min(32 * MAX_WARPS, max(block // 16, min(128, block // 4)))
     _select_kernel[(rows, chunks)](
         scores,
         scores.stride(0),
@@ -583,22 +604,17 @@ def select_entries(
         first,
         nominated,
         nominated.stride(0),
-        nominated.stride(1) if chunks > 1 else 0,
         semaphores,
         topk,
-        chunk,
-        chunks > 1,
-        min(cdiv(2 * next_power_of_2(topk), WARP_SCORES * warps), parts),
-        parts,
-        warps,
-        num_warps=warps,
+        padded,
+        min(max(4 * padded, SINGLE_PASS_MAX_SCORES // 2), SINGLE_PASS_MAX_SCORES, block),
+        block,
+        max(128, next_power_of_2(topk * chunks)) if chunks > 1 else 0,
+        lanes,
+        num_warps=lanes // 32,
         maxnreg=MAX_REGISTERS,
         **OVERLAPPED,
     )
-
-
-def _warps(held: int) -> int:
-    return min(MAX_WARPS, held // WARP_SCORES)
 
 
 @checks.once
@@ -643,12 +659,11 @@ def _check_candidates(candidates: Candidates | None, rows: int, chunks: int, top
     for name, tensor in (("nominated", nominated), ("semaphores", semaphores)):
         checks.require_dtype(f"candidates.{name}", tensor, torch.int32)
         checks.require_contiguous(f"candidates.{name}", tensor)
-    checks.require_dimensions("candidates.nominated", nominated, 4, "[rows, 2, chunks, topk]")
-    held, _, of_row, _ = nominated.shape
-    checks.require_shape("candidates.nominated", nominated, (held, 2, of_row, topk), "[rows, 2, chunks, topk]")
-    checks.require_shape("candidates.semaphores", semaphores, (held,), "[rows]")
-    if held < rows or of_row < chunks:
+    held = (*nominated.shape[:2], 2, topk)
+    checks.require_shape("candidates.nominated", nominated, held, "[rows, chunks, 2, topk]")
+    checks.require_shape("candidates.semaphores", semaphores, held[:1], "[rows]")
+    if held[0] < rows or held[1] < chunks:
         raise OperandValueError(
-            f"candidates: expected at least {rows} rows of {chunks} chunks, found {held} of {of_row}"
+            f"candidates: expected at least {rows} rows of {chunks} chunks, found {held[0]} of {held[1]}"
         )
     return nominated, semaphores
