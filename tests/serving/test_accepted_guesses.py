@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_sgl.ops import drafts
 from nvfp4_sgl.ops.drafts import Accepted
+from nvfp4_sgl.ops.greedy import FAILED
+from nvfp4_sgl.serving import finite_logits
 from nvfp4_sgl.serving.drafts import accept, chain, dspark_accept
 from nvfp4_sgl.serving.drafts.penalties import Penalties
 from nvfp4_sgl.serving.sglang import parallel, scheduling
@@ -149,15 +151,19 @@ def test_log_probabilities_of_a_row_that_failed_are_those_of_a_token() -> None:
     assert seen == [[3, 0, 0]] and predicted.tolist() == [3, -1, 0]
 
 
-def test_rows_of_greedy_requests_are_the_likeliest(sampler: None) -> None:
-    """Nothing is read that says how to draw, so none of it is copied for each row."""
+def test_rows_of_greedy_requests_are_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read that says how to draw, and the sampler is asked for agreement alone."""
+    agreed: list[Tensor] = []
+    sampler = SimpleNamespace(_sync_token_ids_across_tp=lambda tokens, info: agreed.append(tokens))
+    monkeypatch.setattr(accept, "_sampler", lambda: sampler)
     info, logits = sampling_info(8), torch.randn(8 * ROWS, VOCABULARY, generator=torch.Generator().manual_seed(3))
     info.is_all_greedy = True
-    assert torch.equal(accept.sample_rows(logits, info, ROWS, torch.arange(8 * ROWS)), logits.argmax(-1))
-    rows = accept.repeated(info, ROWS)
-    assert [getattr(rows, name) for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")] == [
-        None
-    ] * 5
+    logits[5, 2] = torch.nan
+    expected = logits.argmax(-1)
+    expected[5] = FAILED
+    sampled = accept.sample_rows(logits, info, ROWS, None)
+    assert torch.equal(sampled, expected) and agreed[0] is sampled
+    assert not logits[5].any()
 
 
 def verified(requests: int, *, logprobs: bool = False) -> tuple[Any, Any, Any]:
@@ -442,7 +448,8 @@ def test_a_gpu_accepts_in_one_launch(
         more = [*more, "aten::clone", "aten::fill_"]
     tokens, info = torch.zeros(2 * rows, dtype=torch.int64), sampling_info(2)
     info.is_all_greedy, info.logit_bias = True, None
-    monkeypatch.setattr(accept, "_sampler", lambda: lambda *given: tokens)
+    monkeypatch.setattr(accept, "_sampler", lambda: SimpleNamespace(_sync_token_ids_across_tp=lambda *given: None))
+    monkeypatch.setattr(finite_logits, "choose", lambda logits: (tokens, None))
     lengths, logits = torch.tensor([5, 6]), torch.zeros(2 * rows, VOCABULARY)
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(is_idle=lambda: False),
