@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nvfp4_sgl.checkpoint.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES
 from nvfp4_sgl.convert.options import as_flag
 from nvfp4_sgl.errors import CheckpointError, ConfigError
 from nvfp4_sgl.files import MANIFEST, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, UNFINISHED, read_json, require_directory
@@ -214,7 +215,8 @@ def _fingerprint(source: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as stream:
-            digest.update(stream.read(8 + int.from_bytes(stream.read(8), "little")))
+            length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+            digest.update(stream.read(LENGTH_BYTES + min(length, MAX_HEADER_BYTES)))
             for sample in range(SAMPLES):
                 stream.seek(max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1))
                 digest.update(stream.read(SAMPLE_BYTES))

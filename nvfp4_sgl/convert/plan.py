@@ -58,13 +58,13 @@ class Copy(_OneTensor):
 
     Attributes:
         original: its name in the inventory.
-        is_draft: of a draft layer: not looked at.
+        is_checked: whether its values are checked first; those of a draft that is copied as it is are not.
     """
 
     entry: Entry
     original: str
     output: WrittenTensor
-    is_draft: bool = False
+    is_checked: bool = True
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,8 @@ def make_plan(source: Verified, options: Options) -> Conversion:
     parts = (_stored_parts(inventory, stem, storage.decoder) for stem, storage in storages.items())
     converted = {name for of_matrix in parts for _, name in of_matrix}
     copied = [name for name in inventory.entries if name.startswith(MTP_PREFIX) and name not in converted]
-    groups += [[_copy(inventory, name, name, is_draft=True)] for name in copied]
+    checked = _checked_in_drafts(source, options)
+    groups += [[_copy(inventory, name, name, is_checked=name in checked)] for name in copied]
     draft_bytes = sum(inventory.entries[name].nbytes for name in copied)
     return Conversion(_shards(groups, options.shard_size), before, after, storages, len(copied), draft_bytes)
 
@@ -220,15 +221,21 @@ def _drafts(source: Verified, options: Options) -> dict[str, tuple[TensorSpec, S
     }
 
 
+def _checked_in_drafts(source: Verified, options: Options) -> set[str]:
+    """Tensors beside the matrices of a draft that is converted: a server that drafts would refuse bad values."""
+    draft = source.draft() if options.drafts else None
+    return set() if draft is None else {spec.key for spec in draft.specs.values() if not spec.role.is_matrix}
+
+
 def _becomes(stem: str, storage: Storage, options: Options) -> Storage:
     # compressed-tensors' NVFP4 cannot stay: one config.json does not describe its storage and ModelOpt's at once.
     is_chosen = MatrixClass.of(stem) in options.classes or storage is Storage.NVFP4_COMPRESSED
     return Storage.NVFP4 if is_chosen else storage
 
 
-def _copy(inventory: Inventory, original: str, name: str, *, is_draft: bool = False) -> Copy:
+def _copy(inventory: Inventory, original: str, name: str, *, is_checked: bool = True) -> Copy:
     entry = inventory.entries[original]
-    return Copy(entry, original, WrittenTensor(name, entry.dtype, entry.shape), is_draft)
+    return Copy(entry, original, WrittenTensor(name, entry.dtype, entry.shape), is_checked)
 
 
 def _stored_parts(inventory: Inventory, stem: str, decoder: Decoder) -> Iterator[tuple[Part, str]]:

@@ -81,7 +81,7 @@ class ShardWriter:
     ) -> Iterator[tuple[WrittenTensor, Iterable[bytes | memoryview]]]:
         match step:
             case Copy():
-                if not step.is_draft:
+                if step.is_checked:
                     _look_at(step.entry, step.original, reader)
                 yield step.output, stored_bytes(step.entry)
             case Invert():

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 SHOWN = 20
 """Findings that are printed; the rest are counted."""
 
+UNUSABLE_DRAFT = "; its draft cannot be served"
+"""Part of a verdict on a decoder that is right."""
+
 
 @dataclass(frozen=True)
 class Inspection:
@@ -126,7 +129,7 @@ class Inspection:
             return f"WRONG, {counted(len(self.problems), 'problem')}"
         notes = f", {counted(len(self.notes), 'note')}" if self.notes else ""
         is_whole = self.draft_problem is None
-        rest = notes if is_whole else f"; its draft cannot be served{notes}"
+        rest = notes if is_whole else f"{UNUSABLE_DRAFT}{notes}"
         complete = "complete" if is_whole else "its decoder is complete"
         if self.scan is None:
             return f"{complete}, by its headers (--values reads the tensors){'' if is_whole else rest}"

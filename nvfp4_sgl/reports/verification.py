@@ -16,7 +16,7 @@ from nvfp4_sgl.checkpoint.storage import Storage
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.reports.compare import Compared, Comparison, compare
-from nvfp4_sgl.reports.inspection import Inspection, counted, finding_lines, inspect, number, table
+from nvfp4_sgl.reports.inspection import UNUSABLE_DRAFT, Inspection, counted, finding_lines, inspect, number, table
 from nvfp4_sgl.reports.thresholds import Thresholds
 
 
@@ -126,6 +126,10 @@ class Verification:
         """The verdict in a few words."""
         if problems := self.problems:
             return f"WRONG, {counted(len(problems), 'problem')}"
+        unusable = self.inspection is not None and self.inspection.draft_problem is not None
+        return f"{self._right()}{UNUSABLE_DRAFT if unusable else ''}"
+
+    def _right(self) -> str:
         if self.comparison is None:
             return "right: tensors, configuration and values"
         matrices = self.comparison.all_matrices

@@ -287,6 +287,7 @@ def test_wrong_values_of_a_draft_are_said(
     assert "its decoder is complete, and its" in verdict and verdict.endswith("; its draft cannot be served, 1 note")
     found = verify_values(path)
     assert not found.problems and any(name in line for line in found.lines())
+    assert found.lines()[-1].endswith("values; its draft cannot be served")
     with pytest.raises(CheckpointError, match=name):
         MtpDraft(Context(verify(path).draft_reader(), verify(path).config, reference.boundaries()))
 

@@ -231,6 +231,11 @@ def test_drafts_that_cannot_be_converted_are_refused(
     change_tensor(damaged, "mtp.0.attn.wkv.weight", set_byte(5, 0x7F))  # NaN in E4M3
     with pytest.raises(CheckpointError, match=r"'mtp\.0\.attn\.wkv\.weight' in .*expected .*found nan"):
         quiet(damaged, tmp_path / "nan", options)
+    normed = copy_checkpoint(source, tmp_path / "normed")
+    change_tensor(normed, "mtp.0.enorm.weight", set_byte(1, 0x7F))  # infinite, or NaN, in BF16
+    quiet(normed, tmp_path / "normed kept")
+    with pytest.raises(CheckpointError, match=r"'mtp\.0\.enorm\.weight' in .*expected finite values"):
+        quiet(normed, tmp_path / "normed nan", options)
 
 
 def test_small_pieces_change_nothing(

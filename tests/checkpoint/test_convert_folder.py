@@ -395,3 +395,13 @@ def test_progress_is_one_line_on_a_terminal_and_a_line_now_and_then_elsewhere(
         " 54.0%  60.00 GB written in 1:00, about 0:51 left",
         " 81.0%  90.00 GB written in 1:30, about 0:21 left",
     ]
+
+
+@pytest.mark.parametrize("length", [2**62, 2**63 - 1, 2**64 - 1])
+def test_a_header_longer_than_its_file_is_named(length: int, source: Path, tmp_path: Path, capsys: Any) -> None:
+    """Not as a traceback, from memory that there is not."""
+    damaged = copy_checkpoint(source, tmp_path / "damaged")
+    file = sorted(damaged.glob("*.safetensors"))[0]
+    replace_bytes(file, length.to_bytes(8, "little") + file.read_bytes()[8:])
+    assert cli.main(["convert", str(damaged), str(tmp_path / "to")]) == 2
+    assert f"{file}: truncated: expected at least {length + 8} bytes" in capsys.readouterr().err

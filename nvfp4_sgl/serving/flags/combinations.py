@@ -12,6 +12,7 @@ from typing import Any
 
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.serving.flags import flag
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.private import VERSION
 
@@ -21,6 +22,9 @@ PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 """Environment variable of OpenTelemetry."""
 PROTOCOLS = ("grpc", "http/protobuf")
 """Its values that SGLang takes."""
+
+LEAST: Mapping[str, int] = {"context_length": 1, "decode_log_interval": 1, "max_prefill_tokens": 1, "tp_size": 1}
+"""Smallest values of flags. SGLang takes smaller ones, and ends with a traceback, or never becomes ready."""
 
 
 def check_combinations(given: Mapping[str, Any]) -> None:
@@ -48,9 +52,9 @@ def check_combinations(given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"--chunked-prefill-size {chunk}: expected -1, or a multiple of {PAGE_TOKENS}, the tokens of a page"
         )
-    length = given["context_length"]
-    if length is not None and length < 1:
-        raise ConfigError(f"--context-length {length}: expected 1 or more; leave it out for the model's own")
+    for name, least in LEAST.items():
+        if given[name] is not None and given[name] < least:
+            raise ConfigError(f"{flag(name)} {given[name]}: expected {least} or more; leave it out for the default")
     check_name(given)
     if given["enable_trace"]:
         check_trace_packages()
