@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,12 +39,14 @@ def server(
     seconds: float = START_SECONDS,
     began: Callable[[int], None] = lambda process: None,
     program: Sequence[str] = ("-m", "sglang.launch_server"),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """A ready SGLang server on ``checkpoint``; yields its address, stops it by its own process group.
 
     Args:
         seconds: limit of its start. began: told the id of its first process, which leads the session of all.
         program: what Python runs: SGLang's own, or one that calls it with the arguments behind.
+        environment: added to this process's.
     """
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
@@ -54,7 +56,13 @@ def server(
     started = time.monotonic()
     # The terminal's Ctrl-C reaches this process alone; it then stops the server's own group.
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
     try:
         began(process.pid)
         wait_until_ready(process, url, log, started, seconds)

@@ -1,9 +1,12 @@
-"""Profiles the host's part of a decode step: behind launch/profile_host.
+"""Profiles the host's part of a decode step, or of a round of drafts: behind launch/profile_host.
 
 A server with ``--enable-metrics`` runs so many endless requests. SGLang's scheduler counts the seconds of its stages,
 each without those inside it; their shares of a window, times the window's time of a step, are a step's. On a GPU two
 figures stand beside them: a step's own time, that of its graph replayed back to back, and what a step takes beyond
 that. The detokenizer is another process, which no step waits for.
+
+With ``--drafts`` the same is said of a round: a draft's passes, and the pass that verifies its guesses. Guesses of
+random weights mean nothing, so that acceptance is simulated: one token a round.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from programs.local_server import server
 from programs.soak import descendants
 
 STAGE_SECONDS, DECODED = "sglang:scheduler_stage_seconds_total", "nvfp4_sgl_decode_queries_total"
-"""Metrics: seconds of the scheduler by stage, and tokens that decode passes have run."""
+"""Metrics: seconds of the scheduler by stage, and tokens that decode passes have run.
+
+A round counts all rows that its verify pass has of a request, and no row of a draft's passes."""
 SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 STAGES = {
     "recv_requests": "receive",
@@ -46,6 +51,12 @@ STAGES = {
     "other": "other",
 }
 """SGLang's stages in the order of its loop."""
+GRAPHS = {
+    None: {"target": "decode step"},
+    "mtp": {"target": "verify pass", "draft-extend": "draft: first guess", "draft": "draft: other guesses"},
+    "dspark": {"target": "verify pass", "draft": "draft: block"},
+}
+"""Graphs of a step, or of a round by ``--drafts``: in words, by their names in ``timed_server.py``."""
 CONTEXT, PROMPT = 8192, 64
 POOL_TOKENS = 1 << 20
 """Capacity of the pools. SGLang has buffers of 48 bytes for each token of it, which would not fit beside pools of few
@@ -89,45 +100,65 @@ def stage_seconds(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Profile:
-    """A decode step of ``requests`` requests; times in microseconds.
+    """A decode step of ``requests`` requests, or a round; times in microseconds.
 
     Attributes:
         step: from one to the next. stages: what the scheduler spends of it, by SGLang's names.
-        own: by ranks, the time of its graph alone; empty where there are no graphs.
+        own: times of each of its graphs alone, by the graph's words, then by ranks; empty where there are no graphs.
+        unit: "step", or "round" of a server that drafts.
     """
 
     requests: int
     step: float
     stages: Mapping[str, float]
-    own: Sequence[float] = field(default=())
+    own: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    unit: str = "step"
 
     def lines(self) -> Iterator[str]:
         """The report."""
-        yield f"{self.requests} requests: {self.step:,.0f} us a step"
+        yield f"{self.requests} requests: {self.step:,.0f} us a {self.unit}"
         for name, words in STAGES.items():
             if (us := self.stages.get(name, 0.0)) >= 0.5:
                 yield f"  {words:24} {us:10,.0f} us {us / self.step:6.1%}"
-        if self.own:
-            slowest = max(self.own)
-            yield f"  {'own time of its graph':24} {slowest:10,.0f} us, of the slowest of {len(self.own)} ranks"
-            yield f"  {'step minus own time':24} {self.step - slowest:10,.0f} us"
-        else:
-            yield "  own time: none, as decode steps are not captured in CUDA graphs here"
+        if not self.own:
+            yield f"  own time: none, as decode {self.unit}s are not captured in CUDA graphs here"
+            return
+        ranks = [dict(zip(self.own, times, strict=True)) for times in zip(*self.own.values(), strict=True)]
+        slowest = max(ranks, key=lambda parts: sum(parts.values()))
+        own, graphs = sum(slowest.values()), "graph" if len(slowest) == 1 else "graphs"
+        yield f"  {f'own time of its {graphs}':24} {own:10,.0f} us, of the slowest of {len(ranks)} ranks"
+        if len(slowest) > 1:
+            for words, us in slowest.items():
+                yield f"    {words:22} {us:10,.0f} us"
+        yield f"  {f'{self.unit} minus own time':24} {self.step - own:10,.0f} us"
 
 
-def profiled(before: str, after: str, seconds: float, requests: int, own: Sequence[float] = ()) -> Profile:
-    """The profile of a window of so many seconds, from the server's metrics at its begin and its end."""
+def profiled(
+    before: str,
+    after: str,
+    seconds: float,
+    requests: int,
+    *,
+    own: Mapping[str, Sequence[float]] | None = None,
+    rows: int | None = None,
+) -> Profile:
+    """The profile of a window of so many seconds, from the server's metrics at its begin and its end.
+
+    Args:
+        own: as :class:`Profile`. rows: that a round verifies of a request; ``None`` for decode steps.
+    """
+    unit, tokens = ("step", requests) if rows is None else ("round", requests * rows)
     decoded = sum(samples(after, DECODED).values()) - sum(samples(before, DECODED).values())
     begun, ended = stage_seconds(before), stage_seconds(after)
     spent = {name: ended[name] - begun.get(name, 0.0) for name in ended}
     total = sum(spent.values())
-    if decoded < requests or total <= 0:
+    if decoded < tokens or total <= 0:
         raise ProfileError(
-            f"{seconds:.1f} s: expected decode steps of {requests} requests, found {decoded:.0f} tokens and"
+            f"{seconds:.1f} s: expected decode {unit}s of {requests} requests, found {decoded:.0f} tokens and"
             f" {total:.2f} s of stages; ask for more --seconds"
         )
-    step = seconds * 1e6 * requests / decoded
-    return Profile(requests, step, {name: step * each / total for name, each in spent.items()}, own)
+    step = seconds * 1e6 * tokens / decoded
+    return Profile(requests, step, {name: step * each / total for name, each in spent.items()}, own or {}, unit)
 
 
 def metrics(url: str) -> str:
@@ -190,34 +221,50 @@ class Endless:
 
 
 def replay_times(folder: Path, requests: int, ranks: int) -> list[float]:
-    """Microseconds of a replay on each rank, of the least graph that holds so many requests; waits for them."""
+    """Microseconds of a replay on each rank, of the least graph that holds so many requests; waits for them.
+
+    Args:
+        folder: of one kind of graph.
+    """
     deadline = time.monotonic() + REPLAY_SECONDS
     while time.monotonic() < deadline:
-        batches = [int(file.name.partition("-")[0]) for file in folder.iterdir() if not file.suffix]
+        batches = [int(file.name.partition("-")[0]) for file in folder.glob("*") if not file.suffix]
         if (batch := min((each for each in batches if each >= requests), default=None)) is not None:
             files = [folder / f"{batch}-{rank}" for rank in range(ranks)]
             if all(file.exists() for file in files):
                 return [float(file.read_text()) for file in files]
         time.sleep(PAUSE)
-    raise ProfileError(f"expected {ranks} ranks to time the graph of {requests} requests in {REPLAY_SECONDS:.0f} s")
+    raise ProfileError(
+        f"expected {ranks} ranks to time the {folder.name} graph of {requests} requests in {REPLAY_SECONDS:.0f} s"
+    )
 
 
 def measure(
-    url: str, requests: int, *, seconds: float, tokens: int, replays: Path | None = None, ranks: int = 1
+    url: str,
+    requests: int,
+    *,
+    seconds: float,
+    tokens: int,
+    replays: Path | None = None,
+    ranks: int = 1,
+    drafts: str | None = None,
+    rows: int | None = None,
 ) -> Profile:
-    """The profile of a running server's decode steps.
+    """The profile of a running server's decode steps, or rounds.
 
     Args:
         tokens: of a request's answer, at most; more than it decodes here.
         replays: where a server of ``timed_server.py`` writes the times of its graphs, if it has graphs.
+        drafts: of :data:`GRAPHS`. rows: as :func:`profiled`.
     """
     with Endless(url, requests, tokens) as running:
-        own = [] if replays is None else replay_times(replays, requests, ranks)
+        graphs = {} if replays is None else {words: replays / name for name, words in GRAPHS[drafts].items()}
+        own = {words: replay_times(folder, requests, ranks) for words, folder in graphs.items()}
         begun, before = time.monotonic(), metrics(url)
         time.sleep(seconds)
         ended, after = time.monotonic(), metrics(url)
         running.require_all()
-    return profiled(before, after, ended - begun, requests, own)
+    return profiled(before, after, ended - begun, requests, own=own, rows=rows)
 
 
 def spied(process: int, output: Path, seconds: float) -> None:
@@ -236,18 +283,37 @@ def schedulers() -> list[int]:
     return sorted(found)
 
 
-def checkpoint_of(folder: Path, layers: int, *, on_gpu: bool) -> tuple[Path, list[str]]:
-    """A model, and what its server is asked for."""
-    from benchmarks.flash import write_flash
+@dataclass(frozen=True)
+class Served:
+    """A model, and what its server is asked for.
 
+    Attributes:
+        environment: of the server. rows: as :func:`profiled`.
+    """
+
+    checkpoint: Path
+    flags: Sequence[str]
+    environment: Mapping[str, str]
+    rows: int | None
+
+
+def served(folder: Path, layers: int, drafts: str | None, *, on_gpu: bool) -> Served:
+    """Write the model to ``folder``, with its draft; of a round one token is accepted."""
+    from benchmarks.full_size_plan import draft_of, drafting, rows_of_a_round
+    from benchmarks.released import MODELS, write_released
+
+    from nvfp4_sgl.sglang_defaults import DRAFT_STEPS
     from nvfp4_sgl.synthetic.tiny import TinyFormat, write_tiny
 
+    run = argparse.Namespace(drafts=drafts, steps=DRAFT_STEPS, accepted=1.0)
     flags = ["--enable-metrics", "--context-length", str(CONTEXT), "--disable-radix-cache"]
-    if not on_gpu:
-        write_tiny(folder, "nvfp4-full", num_hidden_layers=layers)
-        return folder, flags
-    flags += ["--load-format", "dummy", "--max-total-tokens", str(POOL_TOKENS)]
-    return write_flash(folder, TinyFormat.NVFP4_FULL, layers), flags
+    if on_gpu:
+        flags += ["--load-format", "dummy", "--max-total-tokens", str(POOL_TOKENS)]
+        write_released(folder, MODELS["flash"], TinyFormat.NVFP4_FULL, layers, draft_of(run))
+    else:
+        write_tiny(folder, "nvfp4-full", draft=draft_of(run), num_hidden_layers=layers)
+    more, environment = drafting(run)
+    return Served(folder, [*flags, *more], environment, rows_of_a_round(run) if drafts else None)
 
 
 def run(args: argparse.Namespace, folder: Path) -> list[str]:
@@ -256,7 +322,8 @@ def run(args: argparse.Namespace, folder: Path) -> list[str]:
     from nvfp4_sgl.targets.target import descriptor
 
     on_gpu = descriptor(detect_target()).on_gpu
-    checkpoint, flags = checkpoint_of(folder / "checkpoint", args.layers, on_gpu=on_gpu)
+    model = served(folder / "checkpoint", args.layers, args.drafts, on_gpu=on_gpu)
+    what = f"{args.layers} layers" + (f", {args.drafts} drafts" if args.drafts else "")
     said = [] if on_gpu else ["no GPU: a tiny model on the CPU; its times say nothing of a GPU's"]
     for ranks in args.tp:
         replays = folder / f"replays-{ranks}"
@@ -264,8 +331,14 @@ def run(args: argparse.Namespace, folder: Path) -> list[str]:
         more = ["--tp-size", str(ranks), "--max-running-requests", str(max(args.requests))]
         timed = (str(Path(__file__).with_name("timed_server.py")), str(replays))
         program = timed if on_gpu else ("-m", "sglang.launch_server")
-        with server(checkpoint, folder / f"server-{ranks}.log", arguments=[*flags, *more], program=program) as url:
-            for requests in args.requests:
+        with server(
+            model.checkpoint,
+            folder / f"server-{ranks}.log",
+            arguments=[*model.flags, *more],
+            program=program,
+            environment=model.environment,
+        ) as url:
+            for requests in sorted(args.requests):  # before a larger graph has a time, which would hold as many
                 found = measure(
                     url,
                     requests,
@@ -273,9 +346,11 @@ def run(args: argparse.Namespace, folder: Path) -> list[str]:
                     tokens=CONTEXT - 2 * PROMPT,
                     replays=replays if on_gpu else None,
                     ranks=ranks,
+                    drafts=args.drafts,
+                    rows=model.rows,
                 )
                 first, *rest = found.lines()
-                said += [f"TP {ranks}, {args.layers} layers, {first}", *rest]
+                said += [f"TP {ranks}, {what}, {first}", *rest]
                 if args.py_spy is not None:
                     with Endless(url, requests, CONTEXT - 2 * PROMPT):
                         spied(schedulers()[0], args.py_spy / f"tp{ranks}-{requests}.txt", args.seconds)
@@ -287,6 +362,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4, metavar="N", help="of the model (%(default)s)")
     parser.add_argument("--tp", type=int, nargs="+", default=[1], metavar="N", help="sizes of tensor parallelism (1)")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16], metavar="N", help="at once (1 16)")
+    parser.add_argument("--drafts", choices=["mtp", "dspark"], help="rounds of this draft, instead of steps")
     parser.add_argument("--seconds", type=float, default=DECODE_SECONDS, help="of a window (%(default)s)")
     parser.add_argument("--py-spy", type=Path, metavar="DIR", help="record rank 0's Python functions there, too")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report here, too")

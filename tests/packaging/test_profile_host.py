@@ -6,12 +6,17 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
+from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING
+from nvfp4_sgl.cache.plan import Batch, plan_batch
 from tests.packaging.checkout import ROOT
 
 LABELS = 'engine_type="unified",model_name="m",tp_rank="0"'
@@ -39,7 +44,7 @@ def test_a_step_is_divided_as_the_stages_are() -> None:
 
     before = text(100, recv_requests=1.0, run_batch=10.0, idle=7.0)
     after = text(1700, recv_requests=1.25, run_batch=10.5, idle=7.0, process_batch_result=0.25)
-    found = profiled(before, after, 2.0, 4, own=(3000.0, 3500.0))
+    found = profiled(before, after, 2.0, 4, own={"decode step": (3000.0, 3500.0)})
     assert found.step == 5000.0
     assert {name: us for name, us in found.stages.items() if us} == {
         "recv_requests": 1250.0,
@@ -56,6 +61,25 @@ def test_a_step_is_divided_as_the_stages_are() -> None:
         "step minus own time 1,500 us",
     ]
     assert "not captured in CUDA graphs here" in [*profiled(before, after, 2.0, 4).lines()][-1]
+
+
+def test_a_round_counts_all_its_rows() -> None:
+    """100 rounds of four requests in two seconds, of six rows each; own times are those of the slowest rank."""
+    from programs.profile_host import GRAPHS, profiled
+
+    own = dict(zip(GRAPHS["mtp"].values(), [(9000.0, 8000.0), (1000.0, 2000.0), (500.0, 700.0)], strict=True))
+    found = profiled(text(100, idle=1.0), text(2500, idle=3.0), 2.0, 4, own=own, rows=6)
+    assert [" ".join(line.split()) for line in found.lines()] == [
+        "4 requests: 20,000 us a round",
+        "idle 20,000 us 100.0%",
+        "own time of its graphs 10,700 us, of the slowest of 2 ranks",
+        "verify pass 8,000 us",
+        "draft: first guess 2,000 us",
+        "draft: other guesses 700 us",
+        "round minus own time 9,300 us",
+    ]
+    alone = profiled(text(100, idle=1.0), text(2500, idle=3.0), 2.0, 4, rows=6)
+    assert [*alone.lines()][-1] == "  own time: none, as decode rounds are not captured in CUDA graphs here"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +99,44 @@ def test_there_are_no_figures_of_nothing(before: str, after: str, said: str) -> 
         profiled(before, after, 2.0, 2)
 
 
+def test_less_than_a_round_gives_no_figures() -> None:
+    from programs.profile_host import ProfileError, profiled
+
+    with pytest.raises(ProfileError, match="expected decode rounds of 2 requests, found 7 tokens"):
+        profiled(text(5, idle=1), text(12, idle=2), 2.0, 2, rows=4)
+
+
+@pytest.mark.parametrize(("drafts", "graphs"), [(None, 1), ("mtp", 3), ("dspark", 2)])
+def test_each_graph_of_a_round_has_a_time(
+    drafts: str | None, graphs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from programs import profile_host
+
+    for us, name in enumerate(profile_host.GRAPHS[drafts], 1):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "2-0").write_text(f"{us}\n")
+    texts = iter([text(5, idle=1), text(500, idle=2)])
+    monkeypatch.setattr(profile_host, "Endless", lambda *given: MagicMock())
+    monkeypatch.setattr(profile_host, "metrics", lambda url: next(texts))
+    found = profile_host.measure("url", 2, seconds=0.01, tokens=9, replays=tmp_path, drafts=drafts, rows=4)
+    assert [*found.own.values()] == [[float(us)] for us in range(1, graphs + 1)]
+
+
+@pytest.mark.parametrize(("drafts", "rows"), [("mtp", 4), ("dspark", 6), ("longest", 10)])
+def test_a_second_replay_finds_the_rows_that_the_first_has_read(drafts: str, rows: int) -> None:
+    """A verify pass reads no row of a compressor's ring that it writes; one of ten rows a request would."""
+    ratios = frozenset(DRAFTED_STATE_RING)
+    spoilt = False
+    for start in range(120, 280):
+        ends = torch.tensor([start + rows])
+        slots = torch.arange(512)
+        batch = Batch(ends - rows, ends, torch.tensor([0]), slots[None], slots)
+        plan = plan_batch(batch, window=128, ratios=ratios, rings=DRAFTED_STATE_RING)
+        for one in plan.compress.values():
+            spoilt |= bool(torch.isin(one.history_rows, one.write_rows).any())
+    assert spoilt == (drafts == "longest")
+
+
 def test_the_graph_of_a_step_is_the_least_that_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from programs import profile_host
 
@@ -82,8 +144,10 @@ def test_the_graph_of_a_step_is_the_least_that_holds_it(tmp_path: Path, monkeypa
         (tmp_path / name).write_text(f"{us}\n")
     assert profile_host.replay_times(tmp_path, 3, ranks=2) == [30.0, 31.0]
     monkeypatch.setattr(profile_host, "REPLAY_SECONDS", 0.1)
-    with pytest.raises(profile_host.ProfileError, match="expected 2 ranks to time the graph of 17 requests"):
-        profile_host.replay_times(tmp_path, 17, ranks=2)
+    for folder, requests in ((tmp_path, 17), (tmp_path / "draft", 1)):
+        said = f"expected 2 ranks to time the {folder.name} graph of {requests} requests"
+        with pytest.raises(profile_host.ProfileError, match=said):
+            profile_host.replay_times(folder, requests, ranks=2)
 
 
 class Event:
@@ -105,32 +169,47 @@ class Event:
         return (end.at - self.at) * 0.25
 
 
-def test_each_graph_is_timed_once_behind_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
+@pytest.mark.parametrize(
+    ("hook", "drafts", "graph"),
+    [
+        ("execute", False, "target"),
+        ("execute", True, "draft"),
+        ("replay_draft", True, "draft"),
+        ("replay_extend", True, "draft-extend"),
+    ],
+)
+def test_each_graph_is_timed_once_behind_a_step(
+    hook: str, drafts: bool, graph: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from programs import timed_server
 
-    def replay(key: str, batch: object) -> None:
+    def replay(key: str, batch: object) -> str:
         assert key == "graph" and batch == "batch"
         Event.replays += 1
+        return "output"
 
     monkeypatch.setenv(timed_server.FOLDER, str(tmp_path))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(timed_server, "_steps", Counter())
-    model = SimpleNamespace(is_draft_worker=False, tp_rank=1)
+    monkeypatch.setattr(Event, "replays", 0)
     runner = SimpleNamespace(
-        bs=8, model_runner=model, backend=SimpleNamespace(replay=replay), _replay_graph_key="graph"
+        bs=8,
+        model_runner=SimpleNamespace(is_draft_worker=drafts, tp_rank=1),
+        backend=SimpleNamespace(replay=replay),
+        _replay_graph_key="graph",
     )
-    original = lambda runner, batch, pp_proxy_tensors=None: ("output", pp_proxy_tensors)  # noqa: E731
-    for step in range(1, 2 * timed_server.STEPS_BEFORE):
-        assert timed_server.execute(original, runner, "batch", pp_proxy_tensors=step) == ("output", step)
-        assert (tmp_path / "8-1").exists() == (step >= timed_server.STEPS_BEFORE)
-    # One before the first event, and nothing else beside those that are timed.
-    assert Event.replays == timed_server.REPLAYS + 1
-    assert float((tmp_path / "8-1").read_text()) == 250.0 and len([*tmp_path.iterdir()]) == 1
-    model.is_draft_worker, runner.bs = True, 16
-    for _ in range(timed_server.STEPS_BEFORE):
-        timed_server.execute(original, runner, "batch")
-    assert len([*tmp_path.iterdir()]) == 1
+    function, step = getattr(timed_server, hook), partial(replay, "graph", "batch")
+    if hook == "execute":
+        run = partial(function, lambda runner, batch, more: step(), runner, "batch", 3)
+    else:
+        run = partial(function, lambda runner, key, batch: replay(key, batch), runner, "graph", "batch")
+    file = tmp_path / graph / "8-1"
+    for count in range(1, 2 * timed_server.STEPS_BEFORE):
+        assert run() == "output"
+        assert file.exists() == (count >= timed_server.STEPS_BEFORE)
+    # Those of the steps, one before the first event, and nothing else beside those that are timed.
+    assert Event.replays == count + timed_server.REPLAYS + 1
+    assert float(file.read_text()) == 250.0 and [*tmp_path.rglob("*-*[0-9]")] == [file]
 
 
 REGISTRY = """
@@ -172,8 +251,11 @@ def test_scheduler_processes_have_the_hook(tmp_path: Path) -> None:
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    hook = "[('sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute', 'execute', "
-    assert done.stdout.splitlines() == [f"server ['--port', '1'] {hook}'around')]", f"scheduler [] {hook}'around')]"]
+    from programs import timed_server
+
+    hooks = [(path, hook.__name__, "around") for path, hook in timed_server.HOOKS.items()]
+    assert len(hooks) == 3
+    assert done.stdout.splitlines() == [f"server ['--port', '1'] {hooks}", f"scheduler [] {hooks}"]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +266,7 @@ def test_scheduler_processes_have_the_hook(tmp_path: Path) -> None:
         (["--seconds", "0"], "--seconds: expected a number above 0, found 0.0"),
         (["--seconds", "nan"], "--seconds: expected a number above 0, found nan"),
         (["--seconds", "inf"], "--seconds: expected a number above 0, found inf"),
+        (["--drafts", "none"], "--drafts: invalid choice: 'none' (choose from 'mtp', 'dspark')"),
         (["--output", "/nowhere/at/all"], "--output: expected a file in a folder that exists, found /nowhere/at/all"),
         (["--output", "/"], "--output: expected a file in a folder that exists, found /"),
         (["--py-spy", "x"], "--py-spy: needs the program py-spy on PATH, found none; run: pip install py-spy"),

@@ -86,13 +86,15 @@ def test_samplers_are_those_of_nvidia_s_gpus(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_profiles_of_the_host_go_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stages that launch/profile_host names, and the function behind which it times graphs."""
+    """The stages that launch/profile_host names, and the functions behind which it times graphs."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "launch"), *sys.path])
     from programs import profile_host, timed_server
     from sglang.srt.observability.scheduler_stage_metrics import SCHEDULER_STAGE_CATEGORIES
 
     assert profile_host.STAGES.keys() == {*SCHEDULER_STAGE_CATEGORIES}
-    assert ledger.parameters(resolve_name(timed_server.HOOKED)) == "self, forward_batch, pp_proxy_tensors"
+    step, draft, extend = (ledger.parameters(resolve_name(path)) for path in timed_server.HOOKS)
+    assert step == "self, forward_batch, pp_proxy_tensors"
+    assert draft == extend == "self, shape_key, forward_batch"
 
 
 @pytest.mark.parametrize("name", arguments.LAYOUTS)
