@@ -23,8 +23,16 @@ PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 PROTOCOLS = ("grpc", "http/protobuf")
 """Its values that SGLang takes."""
 
-LEAST: Mapping[str, int] = {"context_length": 1, "decode_log_interval": 1, "max_prefill_tokens": 1, "tp_size": 1}
-"""Smallest values of flags. SGLang takes smaller ones, and ends with a traceback, or never becomes ready."""
+LEAST: Mapping[str, int] = {
+    "context_length": 1,
+    "decode_log_interval": 1,
+    "max_prefill_tokens": 1,
+    "max_queued_requests": 1,
+    "max_running_requests": 1,
+    "max_total_tokens": 1,
+    "tp_size": 1,
+}
+"""Smallest values of flags. SGLang takes smaller ones, and ends with a traceback, or never answers a request."""
 
 
 def check_combinations(given: Mapping[str, Any]) -> None:
@@ -55,6 +63,12 @@ def check_combinations(given: Mapping[str, Any]) -> None:
     for name, least in LEAST.items():
         if given[name] is not None and given[name] < least:
             raise ConfigError(f"{flag(name)} {given[name]}: expected {least} or more; leave it out for the default")
+    fraction = given["mem_fraction_static"]
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ConfigError(
+            f"--mem-fraction-static {fraction}: expected a part of the memory, above 0 and at most 1; leave it out for"
+            " the default"
+        )
     check_name(given)
     if given["enable_trace"]:
         check_trace_packages()
