@@ -95,8 +95,7 @@ def sample_round(
 def sample_rows(logits: Tensor, info: Any, rows: int, positions: Tensor | None) -> Tensor:
     """int64 [B * n], by SGLang's sampler, which overwrites ``logits``, fp32 [B * n, vocabulary], unless all are greedy.
 
-    Rows of greedy requests are chosen as the sampler's hook chooses them, without the 30 µs that the host would need
-    for the sampler and what it is told of each row.
+    Rows of greedy requests are chosen as the sampler's hook chooses them, which spares the host the sampler.
 
     Args:
         info: SGLang's, of B requests. rows: n. positions: int64 [B * n]; ``None`` if all are greedy.
