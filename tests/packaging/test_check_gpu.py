@@ -201,9 +201,9 @@ def test_parts_of_hopper(monkeypatch: pytest.MonkeyPatch):
     for tool in resumable_tests.SANITIZERS:
         assert len([name for name in found if name.startswith(tool)]) > 10
         assert f"{tool}-test_rope" in found and f"{tool}-test_resources" not in found
-        assert [name for name in found if name.startswith(tool) and name.endswith("gemms")] == [
-            f"{tool}-test_w4a16_gemms",
-            f"{tool}-test_w8a16_gemms",
+        assert [name for name in found if name.startswith(tool) and "gemms" in name] == [
+            *(f"{tool}-test_w4a16_gemms-{number}of9" for number in range(1, 10)),
+            *(f"{tool}-test_w8a16_gemms-{number}of5" for number in range(1, 6)),
         ]
     monkeypatch.delenv("PYTEST_ARGUMENTS")
     assert steps_of(monkeypatch, (9, 0), "kernels", "-k", "rope")["kernels-test_swiglu"] == ["-k", "rope"]
@@ -217,7 +217,7 @@ def test_long_files_run_in_pieces(monkeypatch: pytest.MonkeyPatch):
     found = list(steps_of(monkeypatch, (9, 0), "memcheck", "tests/triton/test_topk.py"))
     assert found == [f"memcheck-test_topk-{number}of4" for number in (1, 2, 3, 4)]
     files = {file.name for folder in ("triton", "gpu") for file in (ROOT / "tests" / folder).glob("test_*.py")}
-    assert {f"test_{name}.py" for name in resumable_tests.PIECES} < files
+    assert {f"test_{name}.py" for name in resumable_tests.PIECES | resumable_tests.SANITIZED_PIECES} < files
     second = resumable_tests.pieces("kernels", "tests/triton/test_topk.py")[1]
     assert second.command(Path("report.xml"))[-3:] == ["--piece", "2/4", "tests/triton/test_topk.py"]
 
@@ -314,6 +314,10 @@ def test_gemms_under_a_sanitizer_are_few_and_of_every_kind():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     names = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
     assert done.returncode == 0 and 10 <= len(names) <= 20, done.stdout + done.stderr
+    parts = [part for part in resumable_tests.parts(["racecheck"]) if part.file in resumable_tests.SANITIZED_GEMMS]
+    assert Counter(part.file for part in parts) == Counter(
+        line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line
+    ), "a part for each"
     for kind in ("token_tile=8, split_k=8", "token_tile=16", "token_tile=32, split_k=4", "token_tile=64, split_k=2"):
         assert len([name for name in names if name.startswith("test_every_shape") and kind in name]) == 2
     assert any("token_tile=256" in name for name in names)
