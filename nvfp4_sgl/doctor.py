@@ -22,6 +22,7 @@ from nvfp4_sgl import __version__, numa, prompt_sizes, pushed_sums
 from nvfp4_sgl.arguments import add_checkpoint, add_json, named_here, print_json
 from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.drafts import DRAFTS
+from nvfp4_sgl.checkpoint.names import MTP_PREFIX
 from nvfp4_sgl.checkpoint.verified import holds_weights, verify
 from nvfp4_sgl.config import require_checkpoint
 from nvfp4_sgl.draft_arguments import DraftFlags
@@ -84,6 +85,7 @@ class Report:
     Attributes:
         target: this machine's. described_target: whose boundaries, modes and note are told: the plan's, or else this
             machine's.
+        not_checked: what of the checkpoint was not checked, and the command that checks it; empty without weights.
         draft: what the checkpoint bundles for drafting, and the flag that uses it; empty if nothing.
         rank_sums: the way in which sums over tensor-parallel ranks are formed, and why; empty without a checkpoint,
             and where a problem stands against it.
@@ -105,6 +107,7 @@ class Report:
     entry_points: list[EntryPointState] = field(default_factory=list)
     checkpoint: dict[str, Any] | None = None
     checkpoint_table: str = ""
+    not_checked: str = ""
     draft: str = ""
     rank_sums: str = ""
     memory: dict[str, Any] | None = None
@@ -273,6 +276,10 @@ def examine_checkpoint(report: Report, directory: Path, plan: ServerFlags) -> No
     report.checkpoint = {"directory": str(directory), "format": summary.format, "weights": weights}
     report.checkpoint_table = summary.table()
     draft = examine_draft(report, verified, plan)
+    if not verified.is_dummy:
+        is_bundled = any(name.startswith(MTP_PREFIX) for name in verified.inventory.entries)
+        whose = ", the draft's included" if is_bundled else ""
+        report.not_checked = f"values of tensors{whose}; nvfp4-sgl verify {directory} reads them"
     if chosen := plan.target or report.target:
         mode = None
         try:
@@ -364,6 +371,7 @@ def render(report: Report) -> str:
     if report.checkpoint is not None:
         lines += ["", f"Checkpoint {report.checkpoint['directory']}", f"weights: {report.checkpoint['weights']}"]
         lines += [report.checkpoint_table]
+        lines += [f"not checked: {report.not_checked}"] if report.not_checked else []
         lines += [f"draft: {report.draft}"] if report.draft else []
         lines += [f"sums over ranks: {report.rank_sums}"] if report.rank_sums else []
     if report.memory is not None:

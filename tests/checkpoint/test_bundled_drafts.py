@@ -33,7 +33,7 @@ from nvfp4_sgl.synthetic.tiny import write_tiny
 from nvfp4_sgl.synthetic.tiny_config import TinyDraft, TinyFormat, tiny_config
 from nvfp4_sgl.targets import reference
 from nvfp4_sgl.weights.parallel import Ownership
-from tests.support.damage import change_json, change_tensor, copy_checkpoint, set_byte
+from tests.support.damage import change_json, change_tensor, copy_checkpoint, remove, set_byte
 from tests.support.held import held_bytes
 
 BUNDLING = [format for format in TinyFormat if format is not TinyFormat.COMPRESSED_TENSORS]
@@ -290,6 +290,24 @@ def test_wrong_values_of_a_draft_are_said(
     assert found.lines()[-1].endswith("values; its draft cannot be served")
     with pytest.raises(CheckpointError, match=name):
         MtpDraft(Context(verify(path).draft_reader(), verify(path).config, reference.boundaries()))
+
+
+@pytest.mark.parametrize("draft", KINDS)
+def test_doctor_says_that_it_reads_no_values(draft: TinyDraft, written: Any, tmp_path: Path) -> None:
+    """Neither of the decoder nor of the draft; headers of both are checked."""
+    path = copy_checkpoint(written(TinyFormat.NVFP4_FULL, draft), tmp_path / "copy")
+    change_tensor(path, "mtp.0.attn_norm.weight", set_byte(1, 0xFF))
+    asked = ServerFlags(target="cpu", algorithm=KINDS[draft].algorithm)
+    told = doctor.examine(path, asked)
+    line = f"not checked: values of tensors, the draft's included; nvfp4-sgl verify {path} reads them"
+    assert line in doctor.render(told) and not any("draft" in problem for problem in told.problems)
+    assert verify_values(path).lines()[-1].endswith("its draft cannot be served")
+    remove(path, "mtp.0.attn_norm.weight")
+    assert any("mtp.0.attn_norm.weight" in problem for problem in doctor.examine(path, asked).problems)
+    told = doctor.examine(path, ServerFlags(target="cpu"))
+    assert "mtp.0.attn_norm.weight" in told.draft and line in doctor.render(told)
+    told = doctor.examine(written(TinyFormat.NVFP4_FULL, TinyDraft.NONE))
+    assert told.not_checked.startswith("values of tensors; ")
 
 
 UNLIKE_MTP: dict[str, tuple[dict[str, Any], str]] = {
