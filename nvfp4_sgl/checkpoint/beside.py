@@ -1,7 +1,8 @@
 """Files that the server reads beside config.json and the weights: one table, with the check of each.
 
 SGLang ends in a traceback where one of them is damaged, waits for ever where it is a pipe, or starts and then refuses
-every request that leaves a damaged default in force. ``inspect``, ``doctor`` and the server's pre-flight refuse it.
+every request that leaves a damaged default in force. ``inspect``, ``verify``, ``doctor``, ``convert`` and the server's
+pre-flight refuse it.
 """
 
 from __future__ import annotations

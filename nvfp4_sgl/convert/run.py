@@ -14,6 +14,7 @@ import torch
 
 from nvfp4_sgl import __version__
 from nvfp4_sgl.checkpoint import checksums, modelopt_words
+from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.inventory import INDEX, Inventory
 from nvfp4_sgl.checkpoint.quantization import MANIFEST, check_manifest, check_quantization_config
@@ -69,10 +70,13 @@ def convert(
     require_directory(source, ConfigError)
     require_apart(source, target)
     verified = verify(source)
+    check_beside(source, verified.config.vocab_size)
     plan = make_plan(verified, options)
     jobs = jobs or min(os.cpu_count() or 1, MAX_DEFAULT_JOBS)
     job = describe(source, options.as_json(), __version__)
     finished = is_finished(target, job)  # before a word is said: with other options nothing of that would happen
+    if finished:
+        check_beside(target, verified.config.vocab_size)
     print(_announcement(verified, plan, options))
     if dry_run:
         if finished:

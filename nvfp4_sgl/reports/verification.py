@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from nvfp4_sgl.checkpoint import checksums
+from nvfp4_sgl.checkpoint.beside import check_beside
 from nvfp4_sgl.checkpoint.classes import MatrixClass
 from nvfp4_sgl.checkpoint.findings import Finding
 from nvfp4_sgl.checkpoint.scan import scan, scan_draft
@@ -218,6 +219,7 @@ def verify_checkpoint(
     original = verify(source) if source is not None else None
     try:
         ours = verify(directory)
+        check_beside(directory, ours.config.vocab_size)
         has_manifest = (ours.inventory.directory / checksums.FILE).exists()
         differing = checksums.check(ours.inventory) if has_manifest else None
     except Nvfp4SglError as error:

@@ -1,4 +1,4 @@
-"""Files beside the weights: what stops the server is one error of ``inspect``, ``doctor`` and the pre-flight."""
+"""Files beside the weights: what stops the server is one error of every command and of the pre-flight."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_one_error_everywhere(damage: str, damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_one_error_everywhere(
+    damage: str, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name, change, message = DAMAGES[damage]
     change(damaged / name)
     with pytest.raises(ConfigError) as error:
@@ -58,6 +60,24 @@ def test_damage_is_one_error_everywhere(damage: str, damaged: Path, capsys: pyte
     assert message in capsys.readouterr().err
     assert cli.main(["doctor", str(damaged)]) == 1
     assert f"checkpoint: {damaged / name}: " in capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
+    assert cli.main(["verify", str(damaged), "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["message"] == str(error.value)
+    assert cli.main(["convert", str(damaged), str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_damage_beside_a_finished_conversion(
+    tiny: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not said to be whole."""
+    out = tmp_path / "out"
+    convert = ["convert", str(tiny["deepseek"]), str(out)]
+    assert cli.main(convert) == cli.main(convert) == 0
+    assert "every file is whole" in capsys.readouterr().out
+    (out / "tokenizer.json").write_bytes(b"{}")
+    assert cli.main(convert) == 2
+    assert f"{out / 'tokenizer.json'}: not a tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", FILES)
