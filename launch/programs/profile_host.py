@@ -234,8 +234,10 @@ def replay_times(folder: Path, requests: int, ranks: int) -> list[float]:
             if all(file.exists() for file in files):
                 return [float(file.read_text()) for file in files]
         time.sleep(PAUSE)
+    timed = sorted(str(file.relative_to(folder.parent)) for file in folder.parent.glob("*/*") if not file.suffix)
     raise ProfileError(
-        f"expected {ranks} ranks to time the {folder.name} graph of {requests} requests in {REPLAY_SECONDS:.0f} s"
+        f"expected {ranks} ranks to time the {folder.name} graph of {requests} requests in {REPLAY_SECONDS:.0f} s,"
+        f" found {', '.join(timed) or 'no graph timed'}; does other work share the GPU?"
     )
 
 
