@@ -55,11 +55,24 @@ def sample(
 
     A batch that is all greedy has its tokens from the check, so that its logits are read once.
     """
-    tokens, failed = choose(output.next_token_logits)
-    if scheduling.is_argmax_alone(info, logprobs, **kwargs):
-        scheduling.agree_on_tokens(sampler, tokens, info)
+    tokens = greedy_alone(sampler, output.next_token_logits, info, logprobs, **kwargs)
+    if tokens is not None:
         return tokens
+    _, failed = choose(output.next_token_logits)
     return original(sampler, output, info, logprobs, *args, **kwargs).masked_fill_(failed, FAILED)
+
+
+def greedy_alone(sampler: Any, logits: Tensor, info: Any, logprobs: bool, **kwargs: Any) -> Tensor | None:
+    """int64 [B] of :func:`choose`, the same on all ranks; ``None`` if SGLang's ``sampler`` has more to do.
+
+    Args:
+        logits: fp32 [B, vocabulary]. info, logprobs, kwargs: as of :func:`.scheduling.is_argmax_alone`.
+    """
+    if not scheduling.is_argmax_alone(info, logprobs, **kwargs):
+        return None
+    tokens, _ = choose(logits)
+    scheduling.agree_on_tokens(sampler, tokens, info)
+    return tokens
 
 
 def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) -> bool:

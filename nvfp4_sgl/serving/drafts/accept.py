@@ -100,9 +100,7 @@ def sample_rows(logits: Tensor, info: Any, rows: int, positions: Tensor | None) 
     Args:
         info: SGLang's, of B requests. rows: n. positions: int64 [B * n]; ``None`` if all are greedy.
     """
-    if scheduling.is_argmax_alone(info, logprobs=False):
-        tokens, _ = finite_logits.choose(logits)
-        scheduling.agree_on_tokens(_sampler(), tokens, info)
+    if (tokens := finite_logits.greedy_alone(_sampler(), logits, info, logprobs=False)) is not None:
         return tokens
     sampled: Tensor = _sampler()(scheduling.logits_output(logits), repeated(info, rows), False, [], [], positions)
     return sampled.long()
