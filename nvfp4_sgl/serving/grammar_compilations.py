@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import socket
 import threading
 import time
@@ -16,11 +17,17 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 MAX_SECONDS = 8.0
 """Bound on one compilation, from when the request comes to the scheduler: clients have an answer within ten."""
 
 AT_ONCE = 4
 """Grammars that are compiled at the same time."""
+
+
+class Stopped(Exception):
+    """A compilation that was stopped; no request waits for its grammar, which may be a good one."""
 
 
 class Compilation:
@@ -134,6 +141,8 @@ class Compilations:
             grammar = compile(*key)
         except Exception as raised:
             error = raised
+            if isinstance(error, Stopped):
+                logger.info("nvfp4_sgl: %s", error)
             compilation.finish(lambda: error)
         else:
             copies = itertools.chain([grammar], iter(grammar.copy, None))

@@ -27,7 +27,7 @@ from typing import Any
 import xgrammar
 
 from nvfp4_sgl.serving import grammar_process as process
-from nvfp4_sgl.serving.grammar_compilations import MAX_SECONDS, Compilation, Compilations
+from nvfp4_sgl.serving.grammar_compilations import MAX_SECONDS, Compilation, Compilations, Stopped
 from nvfp4_sgl.serving.requests import serves_our_model
 from nvfp4_sgl.serving.sglang import grammar_manager, settings
 
@@ -38,15 +38,17 @@ POLL_SECONDS = 0.0005
 
 TOO_SLOW = f"compiling the grammar takes more than {MAX_SECONDS:.0f} s; {process.ADVICE}"
 BUSY = f"the server has been compiling other grammars for {MAX_SECONDS:.0f} s; send the request again"
+ALL_LEFT = "a grammar's compilation was stopped: all requests that waited for it were aborted, or their clients left"
 
 
 class Compiler:
-    """The part of xgrammar's compiler that SGLang calls; each method returns a compiled grammar or raises
-    ``RuntimeError``.
+    """The part of xgrammar's compiler that SGLang calls; each method returns a compiled grammar.
+
+    It raises ``RuntimeError`` for a grammar that is refused, which SGLang logs as invalid, and :class:`Stopped`.
 
     Args:
         tokenizer_info: xgrammar's.
-        source: gives the outcome of a compilation, the text that :mod:`grammar_process` takes.
+        source: gives the outcome of a compilation, the text that :mod:`grammar_process` takes; nothing if it stopped.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class Compiler:
 
     def _compile(self, method: str, **arguments: Any) -> Any:
         outcome = self._source(self._compilations.current(), json.dumps([method, arguments]))
+        if not outcome:
+            raise Stopped(ALL_LEFT)
         kind, text = outcome[:1], outcome[1:].decode()
         if kind != process.COMPILED:
             raise RuntimeError(text)
@@ -131,7 +135,9 @@ class CompilerProcess:
                     break  # the child alone was ended
         except TimeoutError:
             return late
-        return answer or process.REFUSED + process.TOO_MUCH_MEMORY.encode()
+        if not answer and not compilation.stopped:
+            return process.REFUSED + process.TOO_MUCH_MEMORY.encode()
+        return answer
 
     def _connect(self, compilation: Compilation) -> tuple[socket.socket, socket.socket]:
         """Connections to the process, another one if it has ended, and for the text to compile."""

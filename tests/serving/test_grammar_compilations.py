@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -9,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import xgrammar
 
-from nvfp4_sgl.serving.grammar_compilations import AT_ONCE, Compilations
+from nvfp4_sgl.serving.grammar_compilations import AT_ONCE, Compilation, Compilations, Stopped
+from nvfp4_sgl.serving.grammar_compiler import ALL_LEFT, Compiler, CompilerProcess, follow
 
 SECONDS = 20
 
@@ -84,6 +87,35 @@ def test_requests_that_leave_before_their_turn() -> None:
     assert waiting.cancelled() and not any(future.done() for future in running)
     go.set()
     until(lambda: all(future.done() for future in running))
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first rank", "another rank"])
+def test_a_compilation_that_is_stopped_is_not_said_to_be_too_large(
+    is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor to be invalid, which SGLang says of a grammar that raises ``RuntimeError``."""
+    caplog.set_level(logging.INFO)
+    compilations, tokenizer, begun = Compilations(), xgrammar.TokenizerInfo(["a", "b", "</s>"]), threading.Event()
+    process, raised = CompilerProcess(), []
+    process.use(tokenizer)
+
+    def source(compilation: Compilation, text: str) -> bytes:
+        begun.set()
+        return process.compile(compilation, text) if is_first else follow(compilation, text)
+
+    def compile(regex: str) -> Any:
+        try:
+            return Compiler(tokenizer, compilations, source).compile_regex(regex)
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    waiting = compilations.submit(compile, "a?" * 3000)  # takes half a minute
+    assert begun.wait(SECONDS)
+    waiting.cancel()
+    until(lambda: bool(caplog.messages))
+    process.close()
+    assert caplog.messages == [f"nvfp4_sgl: {ALL_LEFT}"] and [type(error) for error in raised] == [Stopped]
 
 
 def test_an_error_is_everyones() -> None:

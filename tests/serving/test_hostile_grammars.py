@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from nvfp4_sgl.serving.grammar_compilations import MAX_SECONDS
+from nvfp4_sgl.serving.grammar_compiler import ALL_LEFT
 from nvfp4_sgl.serving.grammar_process import CHILD_TITLE, MAX_BYTES, TITLE
 from tests.support.server import Server
 
@@ -251,8 +252,12 @@ def asking(server) -> Iterator[Any]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
 def test_who_leaves_ends_the_compilation(path, stream, server, asking):
+    """The log says so, not that the grammar is too large or invalid."""
+    before = len(server.text())
     asking(path, stream).close()
     wait_until(lambda: not processes(server, CHILD_TITLE), LEAVE_SECONDS)
+    wait_until(lambda: ALL_LEFT in server.text()[before:], LEAVE_SECONDS)
+    assert "Hit invalid" not in server.text()[before:]
 
 
 def test_an_abort_ends_the_compilation(server, asking):
