@@ -19,6 +19,7 @@ from nvfp4_sgl.architectures import is_served
 from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
 from nvfp4_sgl.process_exit import EXIT_CODE, describe
 from nvfp4_sgl.serving import (
+    aborts,
     answer_parser,
     arguments,
     chat_template,
@@ -57,6 +58,7 @@ def register_all() -> None:
         hooking.install_hooks(
             {
                 "normalize_request": requests.normalize_request,
+                "abort_after_stream": aborts.abort_after_stream,
                 "prepare_arguments": resolution.prepare,
                 "resolve_arguments": resolution.resolve,
                 "check_arguments": resolution.resolve,

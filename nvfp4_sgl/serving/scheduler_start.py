@@ -9,6 +9,7 @@ from nvfp4_sgl.architectures import architectures
 from nvfp4_sgl.errors import Nvfp4SglError
 from nvfp4_sgl.process_exit import stop
 from nvfp4_sgl.serving import (
+    aborts,
     arguments,
     backend,
     finite_logits,
@@ -87,6 +88,7 @@ def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, *
                 grammar_compiler.prepare()  # forks: before there are threads, and CPUs of its own
             arguments.use_bound_cpus(parallel.tp_rank())
             hooking.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS | first_requests.HOOKS | backend.HOOKS)
+            hooking.install_hooks({"abort_request": aborts.abort_request})
             if settings.draft_algorithm() is not None:
                 on_gpu = descriptor(detect_target()).on_gpu
                 hooking.install_hooks(drafts.hooks(on_gpu=on_gpu, blocks=settings.drafts_blocks()))

@@ -7,6 +7,7 @@ import http.client
 import json
 import random
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +46,64 @@ def test_two_hundred_requests_with_aborts(server):
     assert wait_until_idle(server)["full"]["cached"] > 0, "prompts of more than a page ran, and are cached"
     check_nothing_is_left(server)
     before.assert_same(Golden.ask(server))
+
+
+LONG = 300
+"""Tokens of an answer that takes longer than the two seconds after which SGLang aborts what is left of a stream."""
+
+
+def named(rid: str, tokens: int, stream: bool = False) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"input_ids": [5, 6, 7, 8], "rid": rid, "stream": stream, "sampling_params": sampling}
+
+
+@contextlib.contextmanager
+def asked(server: Any, body: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
+    """A connection on which ``body`` was sent, and runs."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        deadline = time.monotonic() + 10
+        while not pools(server)["requests"]["used"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        yield connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_request_of_a_name_leaves_the_first_alone(stream: bool, server):
+    """It is refused at once, by the name; what SGLang does at the end of its stream is not done to the first."""
+    wait_until_idle(server)
+    with asked(server, named("twice", LONG)) as first:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)) as second:
+            body = json.dumps(named("twice", 1, stream))
+            second.request("POST", "/generate", body, {"Content-Type": "application/json"})
+            answer = second.getresponse()
+            assert answer.status == 400 and b"Duplicate request ID detected: twice" in answer.read()
+        assert len(json.loads(first.getresponse().read())["output_ids"]) == LONG
+
+
+def test_a_name_may_be_used_again(server):
+    """After a stream, too."""
+    wait_until_idle(server)
+    with asked(server, named("again", 4, stream=True)) as first:
+        first.getresponse().read()
+    time.sleep(1)
+    assert len(server.post("/generate", named("again", LONG))["output_ids"]) == LONG
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_an_abort_spares_names_that_begin_alike(hangs_up: bool, server):
+    wait_until_idle(server)
+    with ThreadPoolExecutor(1) as thread, asked(server, named("one", 4000)) as first:
+        other = thread.submit(server.post, "/generate", named("one more", LONG))
+        time.sleep(0.5)
+        if hangs_up:
+            first.close()
+        else:
+            server.command("/abort_request", {"rid": "one"})
+            assert json.loads(first.getresponse().read())["meta_info"]["finish_reason"]["type"] == "abort"
+        assert len(other.result()["output_ids"]) == LONG
+    wait_until_idle(server)
 
 
 def test_abort_all(server):

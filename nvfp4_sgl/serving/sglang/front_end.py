@@ -14,6 +14,15 @@ def look_for_clients(seconds: float) -> None:
     vars(module("tokenizer_manager"))["_REQUEST_STATE_WAIT_TIMEOUT"] = seconds
 
 
+def abort_own(manager: Any, request: Any) -> None:
+    """Have ``manager`` abort what is unfinished of ``request``, an expanded ``GenerateReqInput``, and no namesake."""
+    names = [request.rid] if request.is_single else request.rid
+    for index, name in enumerate(names):
+        state = manager.rid_to_state.get(name)
+        if state is not None and state.obj is (request if request.is_single else request[index]):
+            manager.abort_request(name)
+
+
 def watched_processes(handler: Any) -> list[tuple[str, Any]]:
     """Name and ``multiprocessing`` process of a server's processes; names are ``scheduler_RANK`` and ``detokenizer``.
 

@@ -86,6 +86,16 @@ HOOKS = {
         "expands a request n times before it looks at n; answers fields of the wrong type with status 500",
         "self",
     ),
+    "abort_request": Private(
+        "sglang.srt.managers.scheduler.Scheduler.abort_request",
+        "aborts every request whose name begins with the one that is given",
+        "self, recv_req",
+    ),
+    "abort_after_stream": Private(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
+        "aborts a later request of the same name, and the first of two when the second was refused",
+        "self, obj",
+    ),
     "prepare_arguments": Private(
         "sglang.srt.server_args.prepare_server_args", "ends with a traceback at an unknown log level", "argv"
     ),

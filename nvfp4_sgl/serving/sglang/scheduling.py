@@ -97,6 +97,13 @@ def accepted_block(**fields: Any) -> Any:
     return find("AcceptOuts")(**fields)
 
 
+def requests(scheduler: Any) -> set[Any]:
+    """Every request that ``scheduler`` holds: those that wait, for a grammar too, and those that run."""
+    waiting = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+    chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
+    return {*waiting, *chunked, *scheduler.collect_inflight_reqs()}
+
+
 def ending_tokens(request: Any) -> list[int]:
     """Ids that SGLang's ``min_new_tokens`` holds back: those that end an answer."""
     params, tokenizer = request.sampling_params, request.tokenizer
