@@ -1,16 +1,17 @@
 """Select the topk best entries of each query without sorting, by a threshold and prefix sums (specification §5).
 
 A query at position p sees ratio-4 entries ``w < (p + 1) // 4``; if they are more than topk, it attends to the topk of
-the largest scores. A program holds up to :data:`CHUNK_SCORES` scores of one query in registers, as integer keys of the
-same order. It finds the topk-th largest key by counting the keys that reach a bound. Each selected entry is stored at
-the place that a prefix sum gives it, so in the order of the entries. Of more than :data:`SINGLE_PASS_MAX_SCORES` scores
-the program first *narrows*: it finds a bound that topk to 2 · topk keys reach, and keeps only those. It stores their
+the largest scores. A row of up to :data:`CHUNK_SCORES` scores takes one program, that of :mod:`.select_row`.
+
+A longer row is divided into chunks. A program holds the scores of a chunk in registers, as integer keys of the same
+order. It finds the topk-th largest key by counting the keys that reach a bound. Each selected entry is stored at the
+place that a prefix sum gives it, so in the order of the entries. Of more than :data:`SINGLE_PASS_MAX_SCORES` scores the
+program first *narrows*: it finds a bound that topk to 2 · topk keys reach, and keeps only those. It stores their
 indices, in order, in the place of the slots to come.
 
-A longer row is divided into chunks. Each chunk nominates its own topk best as candidates, which include all of the
-row's best, and increments a semaphore; the last program to finish makes the same selection among the candidates. No
-program waits. Of equal scores the lower entry wins in either case, and nothing depends on timing: the result depends on
-the scores alone.
+Each chunk nominates its own topk best as candidates, which include all of the row's best, and increments a semaphore;
+the last program to finish makes the same selection among the candidates. No program waits. Of equal scores the lower
+entry wins in either case, and nothing depends on timing: the result depends on the scores alone.
 
 Scores are ordered as numbers, −inf to +inf; −0 equals +0, and NaN is below all.
 
@@ -21,6 +22,7 @@ visible entry.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -33,9 +35,10 @@ from nvfp4_sgl.limits import CHUNK_SCORES, MAX_CANDIDATES, MAX_INDEX_TOPK
 
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
-from ..common.rounding import INTERPRETED
 from ..plan.batch import Batch
 from .scores import visible_entries
+from .select_row import _select_row_kernel
+from .topk_keys import ABSENT_KEY, entry_slot, ordered_keys
 
 SINGLE_PASS_MAX_SCORES = 4096
 """Scores at most among which the threshold is found without narrowing first; half as many up to a topk of 512.
@@ -43,37 +46,25 @@ SINGLE_PASS_MAX_SCORES = 4096
 One pass takes 5.6 µs instead of 7.0 for one query, but longer for 256 queries (``launch/results/tunings_h200.md``).
 """
 
-MAX_WARPS = 8
-"""Warps of a program at most; up to 2048 scores it has 4.
-
-Sixteen warps take up to 1.2 times as long on 16384 scores, as do eight instead of four on 2048
-(``launch/results/tunings_h200.md``).
-"""
+CHUNK_LANES = 256
+"""Threads of a chunk's program. Twice as many take up to 1.2 times as long (``launch/results/tunings_h200.md``)."""
+ROW_THREADS = 512
+"""Threads at most of a program that holds all scores of a row; 128 at least."""
+ROW_SCORES = 8
+"""Scores of a thread of such a program, unless :data:`ROW_THREADS` are too few."""
+ROW_REGISTERS = 64
+"""Registers of such a thread at most."""
+ROW_KEPT = 2048
+"""Scores at most that such a program keeps all, without finding a bound first."""
 MAX_REGISTERS = 128
 """Registers of a thread at most, so that a multiprocessor holds two programs: one loads while the other counts."""
 
-ABSENT_KEY = tl.constexpr(-0x80000000)
-"""Key of a place without a score, below the key of every score."""
 LINEAR_FRACTION = tl.constexpr(1 / 16)
 """Fraction of the larger magnitude of a search's two ends: the scale on which probes are placed is linear in scores
 below it, logarithmic above."""
 PROBE_SPREAD = tl.constexpr(0.35)
 """Half the distance between a round's two probes is this over the square root of the number of keys in the range, as a
 fraction of the range."""
-
-
-@triton.jit
-def _ordered_keys(scores):
-    """Convert fp32 scores to int32 keys of the same order, all above ABSENT_KEY.
-
-    ``~`` reverses the order, not a negation: ptxas (12.9, 13.0, 13.3) loses a negation that it merges into a maximum of
-    three keys, triton-lang/triton PR 11032. With a negation rows of 4100 scores got no slots on an H200.
-    """
-    # The difference makes both zeros equal, and every NaN the same: on a GPU it has these bits.
-    bits = (0.0 - scores).to(tl.int32, bitcast=True)
-    if INTERPRETED:
-        bits = tl.where(scores != scores, 0x7FFFFFFF, bits)
-    return tl.maximum(~(bits ^ ((bits >> 31) & 0x7FFFFFFF)), ABSENT_KEY + 1)
 
 
 @triton.jit
@@ -278,13 +269,7 @@ def _take_all(table, visible, slots, TOPK: tl.constexpr, PADDED: tl.constexpr):
     """Store the slots of all visible entries, which are at most TOPK, then −1."""
     entry = tl.arange(0, PADDED)
     known = entry < visible
-    tl.store(slots + entry, tl.where(known, _entry_slot(table, entry, known), -1), mask=entry < TOPK)
-
-
-@triton.jit
-def _entry_slot(table, entry, known):
-    """Return the int32 slots of a request's ratio-4 entries. table: the request's row of its pages' full slots."""
-    return tl.load(table + entry // 64, mask=known, other=0) // 4 + entry % 64
+    tl.store(slots + entry, tl.where(known, entry_slot(table, entry, known), -1), mask=entry < TOPK)
 
 
 @triton.jit
@@ -296,7 +281,7 @@ def _store_best(
     keys, entry: in the order of :func:`_indices`. whole: these are all entries of the row, or the candidates of all its
     chunks. low, high, count: as in :func:`_find_bound`.
     """
-    slot = _entry_slot(table, entry, present & whole)
+    slot = entry_slot(table, entry, present & whole)
     low, count = _find_bound(keys, k, 0, low, high, count)
     if count > k:
         keys = _drop_ties(keys, _stretch_length(keys.numel, LANES), low, count, k, k, LANES)
@@ -317,7 +302,7 @@ def _load_keys(scores, count, limit, stretch, SIZE: tl.constexpr, LANES: tl.cons
     """Load the keys of ``count`` scores, at most SIZE; ABSENT_KEY elsewhere. At most ``limit`` scores may be read."""
     # Read the last group of four that holds any score as a whole, if the row has all four: one load takes four.
     readable = _is_below(tl.minimum((count + 3) // 4 * 4, limit), stretch, SIZE, LANES)
-    keys = _ordered_keys(tl.load(scores + _indices(stretch, SIZE, LANES), mask=readable, other=0.0))
+    keys = ordered_keys(tl.load(scores + _indices(stretch, SIZE, LANES), mask=readable, other=0.0))
     return tl.where(_is_below(count, stretch, SIZE, LANES), keys, ABSENT_KEY)
 
 
@@ -364,7 +349,7 @@ def _select_narrowed(
     keys = _load_keys(scores, count, limit, stretch, BLOCK, LANES)
     low, high, count = _narrow(keys, stretch, narrowed, TOPK, NARROWED)
     index, present = _load_narrowed(narrowed, count, NARROWED, LANES)
-    keys = tl.where(present, _ordered_keys(tl.load(scores + index, mask=present, other=0.0)), ABSENT_KEY)
+    keys = tl.where(present, ordered_keys(tl.load(scores + index, mask=present, other=0.0)), ABSENT_KEY)
     _store_best(keys, begin + index, present, TOPK, low, high, count, *row_arguments, TOPK, LANES)
 
 
@@ -484,7 +469,7 @@ def _select_kernel(
 ):
     """Select one chunk's best entries, and in a row's last program the best of its candidates.
 
-    Grid: (rows, chunks). CANDIDATE_BLOCK: candidates of a row at most, a power of two; 0 where a row is one chunk.
+    Grid: (rows, chunks). CANDIDATE_BLOCK: candidates of a row at most, a power of two.
     """
     after_previous()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -504,9 +489,8 @@ def _select_kernel(
             row_arguments = (table, slots, candidates + chunk * (2 * TOPK))
             sizes: tl.constexpr = (TOPK, 2 * PADDED, SINGLE_PASS_MAX_SCORES, BLOCK, LANES)
             count = tl.minimum(visible - begin, BLOCK)
-            whole = visible <= BLOCK if CANDIDATE_BLOCK else tl.full((), True, tl.int1)
-            _select(scores, columns, begin, count, whole, *row_arguments, *sizes)
-            if (CANDIDATE_BLOCK > 0) & (visible > BLOCK):
+            _select(scores, columns, begin, count, visible <= BLOCK, *row_arguments, *sizes)
+            if visible > BLOCK:
                 chunks = tl.cdiv(visible, BLOCK)
                 # Every thread has stored its candidates before the semaphore is incremented.
                 tl.debug_barrier()
@@ -582,37 +566,48 @@ def select_entries(
             candidates are of another ``topk`` or too small.
     """
     rows, columns = _check(scores, batch, topk, slots, lengths, first, candidates, CHUNK_SCORES)
-    chunks = max(1, cdiv(columns, CHUNK_SCORES))
-    nominated, semaphores = lengths, lengths  # unused
-    if candidates is not None and chunks > 1:
-        nominated, semaphores = candidates.nominated, candidates.semaphores
     if not rows:
         return
-    block = min(max(128, next_power_of_2(columns)), CHUNK_SCORES)
+    pages = batch.pages
+    given = (scores, scores.stride(0), columns, batch.positions, batch.owners, pages, pages.stride(0))
+    row = (*given, slots, lengths, first)
     padded = next_power_of_2(topk)
-    lanes = min(32 * MAX_WARPS, max(block // 16, min(128, block // 4)))
+    if columns <= CHUNK_SCORES:
+        _select_rows(rows, row, topk, padded)
+        return
+    assert candidates is not None  # as _check requires
+    chunks = cdiv(columns, CHUNK_SCORES)
     _select_kernel[(rows, chunks)](
-        scores,
-        scores.stride(0),
-        columns,
-        batch.positions,
-        batch.owners,
-        batch.pages,
-        batch.pages.stride(0),
-        slots,
-        lengths,
-        first,
-        nominated,
-        nominated.stride(0),
-        semaphores,
+        *row,
+        candidates.nominated,
+        candidates.nominated.stride(0),
+        candidates.semaphores,
         topk,
         padded,
-        min(max(4 * padded, SINGLE_PASS_MAX_SCORES // 2), SINGLE_PASS_MAX_SCORES, block),
-        block,
-        max(128, next_power_of_2(topk * chunks)) if chunks > 1 else 0,
-        lanes,
-        num_warps=lanes // 32,
+        min(max(4 * padded, SINGLE_PASS_MAX_SCORES // 2), SINGLE_PASS_MAX_SCORES),
+        CHUNK_SCORES,
+        max(128, next_power_of_2(topk * chunks)),
+        CHUNK_LANES,
+        num_warps=CHUNK_LANES // 32,
         maxnreg=MAX_REGISTERS,
+        **OVERLAPPED,
+    )
+
+
+def _select_rows(rows: int, row: tuple[Any, ...], topk: int, padded: int) -> None:
+    """Launch a program for each row. row: arguments that both kernels take. padded: topk's next power of two."""
+    scores, stride, columns, *_ = row
+    block = max(128, next_power_of_2(columns))
+    threads = min(ROW_THREADS, max(128, block // ROW_SCORES))
+    _select_row_kernel[(rows,)](
+        *row,
+        topk,
+        block if block <= ROW_KEPT else min(max(2 * padded, threads), block),
+        max(block, 4 * threads),
+        threads,
+        stride % 4 == 0 and scores.data_ptr() % 16 == 0,
+        num_warps=threads // 32,
+        maxnreg=ROW_REGISTERS,
         **OVERLAPPED,
     )
 

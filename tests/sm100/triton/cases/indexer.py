@@ -62,11 +62,11 @@ def choose(visible: list[int], columns: int, topk: int) -> Outputs:
     return {"slots": slots, "lengths": lengths, "semaphores": candidates.semaphores}
 
 
-@case("_select_kernel")
+@case("_select_row_kernel")
 def choice_of_few() -> Outputs:
     return choose([0, 1, 7, 8, 9, 200], 200, 8)
 
 
-@case("_select_kernel", full=True)
+@case("_select_kernel")
 def choice_among_chunks() -> Outputs:
     return choose([2, 64, CHUNK_SCORES, CHUNK_SCORES + 65], CHUNK_SCORES + 80, 64)
