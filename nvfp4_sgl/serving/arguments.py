@@ -35,6 +35,7 @@ from nvfp4_sgl.serving.drafts import checks
 from nvfp4_sgl.serving.flags.combinations import check_combinations
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import OFF
+from nvfp4_sgl.serving.flags.values import check_value
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.sglang_defaults import CPU_SWA_RATIO
@@ -179,8 +180,7 @@ def check_keys(given: Mapping[str, Any]) -> None:
 
 def check_port(host: str, port: int) -> None:
     """Refuse a port that another process listens on, before weights are loaded."""
-    if not 0 <= port < 2**16:
-        raise ConfigError(f"--port {port}: expected 0 to {2**16 - 1}")
+    check_value("port", port)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -12,13 +12,18 @@ from typing import Any
 
 from nvfp4_sgl.errors import ConfigError, Nvfp4SglError
 from nvfp4_sgl.serving.arguments import is_our_checkpoint
+from nvfp4_sgl.serving.flags.values import check_value
 
 MODEL_FLAGS = ("--model-path", "--model")
+LEVEL_FLAGS = ("--log-level",)
 
 
 def prepare(original: Callable[..., Any], argv: Sequence[str]) -> Any:
-    """Hook around SGLang's reading of the command line."""
-    return _said_once(lambda: original(argv), model_named(argv))
+    """Hook around SGLang's reading of the command line, which sets up logs before anything is checked."""
+    model, level = (value_of(argv, names) for names in (MODEL_FLAGS, LEVEL_FLAGS))
+    if level is not None and is_our_checkpoint(model):
+        check_value("log_level", level)
+    return _said_once(lambda: original(argv), model)
 
 
 def resolve(original: Callable[..., Any], server_args: Any) -> Any:
@@ -26,13 +31,14 @@ def resolve(original: Callable[..., Any], server_args: Any) -> Any:
     return _said_once(lambda: original(server_args), server_args.model_path)
 
 
-def model_named(argv: Sequence[str]) -> str | None:
-    """The checkpoint that a command line names; ``None`` if it names none."""
+def value_of(argv: Sequence[str], names: Sequence[str]) -> str | None:
+    """The last value that a command line gives to one of the flags ``names``; ``None`` if it gives none."""
+    given = None
     for index, argument in enumerate(argv):
         name, has_value, value = argument.partition("=")
-        if name in MODEL_FLAGS:
-            return value if has_value else next(iter(argv[index + 1 :]), None)
-    return None
+        if name in names:
+            given = value if has_value else next(iter(argv[index + 1 :]), None)
+    return given
 
 
 def _said_once(call: Callable[[], Any], model: str | None) -> Any:

@@ -18,7 +18,7 @@ import pytest
 from nvfp4_sgl import pushed_sums
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
 from nvfp4_sgl.serving import arguments, flags, resolution
-from nvfp4_sgl.serving.flags import combinations
+from nvfp4_sgl.serving.flags import combinations, values
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import Refused, WithoutEffect, Works
 from nvfp4_sgl.serving.sglang import settings
@@ -168,8 +168,8 @@ def test_an_argument_that_nobody_knows_is_refused(unset: dict[str, Any]) -> None
         ({"max_running_requests": -1}, "--max-running-requests -1: expected 1 or more"),
         ({"max_queued_requests": -1}, "--max-queued-requests -1: expected 1 or more"),
         ({"max_total_tokens": 0}, "--max-total-tokens 0: expected 1 or more"),
-        ({"mem_fraction_static": 2.0}, "--mem-fraction-static 2.0: expected a part of the memory"),
-        ({"mem_fraction_static": float("nan")}, "--mem-fraction-static nan: expected a part of the memory"),
+        ({"mem_fraction_static": 2.0}, "--mem-fraction-static: found 2.0; expected a number above 0 to 1"),
+        ({"mem_fraction_static": float("nan")}, "--mem-fraction-static: found nan; expected a number"),
         ({"chunked_prefill_size": 1000}, "--chunked-prefill-size 1000: expected -1, or a multiple of 256"),
         ({"served_model_name": "deepseek:v4"}, "--served-model-name deepseek:v4: a model's name has no colon"),
         ({"model_path": "/models/deepseek:v4"}, "--model-path /models/deepseek:v4: a model's name has no colon"),
@@ -182,6 +182,62 @@ def test_an_argument_that_nobody_knows_is_refused(unset: dict[str, Any]) -> None
 def test_flags_that_contradict_each_other(given: dict[str, Any], message: str, unset: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         combinations.check_combinations(unset | given)
+
+
+def is_to_be_checked(name: str, actions: list[argparse.Action]) -> bool:
+    """Whether SGLang takes the flag as a number, a port, a level or an object, and does not check it."""
+    by_type = any(action.type in (float, json.loads) for action in actions)
+    return by_type or name.endswith("_port") or name == "port" or name.startswith("log_level")
+
+
+def test_numbers_ports_levels_and_objects_are_checked(options: dict[str, list[argparse.Action]]) -> None:
+    """Of flags that work; those that SGLang adds, too."""
+    expected = {name for name, actions in options.items() if is_to_be_checked(name, actions)}
+    assert expected & set(rows(Works)) == set(values.VALUES)
+
+
+@pytest.mark.parametrize("name", values.VALUES)
+def test_values_that_sglang_does_not_check(name: str, unset: dict[str, Any]) -> None:
+    check = values.VALUES[name]
+    for value in check.inside:
+        combinations.check_combinations(unset | {name: value})
+    for value in check.outside:
+        if (name, value) == ("preferred_sampling_params", "{}"):
+            continue  # SGLang parses a string
+        with pytest.raises(ConfigError, match=re.escape(flags.flag(name))):
+            combinations.check_combinations(unset | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        *(
+            ({"watchdog_timeout": value}, "--watchdog-timeout: found")
+            for value in (0, -1.0, float("nan"), float("inf"))
+        ),
+        ({"port": -1}, "--port: found -1; expected an integer from 0 to 65535"),
+        ({"log_level_http": "foo"}, "--log-level-http: found 'foo'; expected one of critical"),
+        ({"preferred_sampling_params": {"top_p": "x"}}, "--preferred-sampling-params.top_p: found 'x'"),
+        ({"preferred_sampling_params": {"novelty": 1}}, "--preferred-sampling-params.novelty: unknown field"),
+        ({"preferred_sampling_params": {"n": 2}}, "--preferred-sampling-params.n: SGLang reads it in a request"),
+        ({"preferred_sampling_params": [1]}, "--preferred-sampling-params: found [1]; expected an object"),
+        ({"preferred_sampling_params": '{"top_p": 2}'}, "--preferred-sampling-params.top_p: found 2"),
+        ({"preferred_sampling_params": "{"}, "--preferred-sampling-params: not valid JSON"),
+        ({"default_chat_template_kwargs": {"thinking": "x"}}, "--default-chat-template-kwargs.thinking: found 'x'"),
+    ],
+)
+def test_a_wrong_value_is_named(given: dict[str, Any], message: str, unset: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        combinations.check_combinations(unset | given)
+
+
+def test_a_level_is_checked_before_sglang_sets_up_its_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolution, "is_our_checkpoint", lambda path: path == "ours")
+    with pytest.raises(ConfigError, match="^--log-level: found 'loud'; expected one of critical, error"):
+        resolution.prepare(refuse, ["--log-level=info", "--model", "ours", "--log-level", "loud"])
+    assert resolution.prepare(lambda argv: argv, ["--log-level", "DEBUG", "--model", "ours"])
+    with pytest.raises(AssertionError):
+        resolution.prepare(refuse, ["--log-level", "loud", "--model", "other"])
 
 
 def test_tracing_needs_its_packages(unset: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +313,6 @@ ASSERTED: dict[str, tuple[tuple[str, ...], str]] = {
     "key": (("--ssl-keyfile", "absent"), "--ssl-certfile"),
     "buckets": (("--prompt-tokens-buckets", "all"), "Unsupported --prompt-tokens-buckets rule type: 'all'"),
     "gpus": (("--gpu-id-step", "0"), "gpu_id_step must be positive"),
-    "level": (("--log-level", "loud"), "LOUD"),
     "file": (("--config", "absent.yaml"), "absent.yaml"),
 }
 """Flags that SGLang itself does not take, and what it says."""

@@ -1,4 +1,4 @@
-"""Checks of contradictory flags, and of one that needs packages, before anything is loaded.
+"""Checks of values, of contradictory flags, and of one that needs packages, before anything is loaded.
 
 SGLang asserts the first kind itself, in words of its own and after the checkpoint has been read; what it asserts beside
 these is :func:`nvfp4_sgl.serving.resolution.resolve`'s business.
@@ -13,6 +13,7 @@ from typing import Any
 from nvfp4_sgl.cache.layout import PAGE_TOKENS
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.serving.flags import flag
+from nvfp4_sgl.serving.flags.values import check_values
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.private import VERSION
 
@@ -36,11 +37,12 @@ LEAST: Mapping[str, int] = {
 
 
 def check_combinations(given: Mapping[str, Any]) -> None:
-    """Refuse flags that cannot be honoured together.
+    """Refuse flags that cannot be honoured, alone or together.
 
     Raises:
         ConfigError: the message names them.
     """
+    check_values(given)
     policy = given["schedule_policy"]
     if given["enable_priority_scheduling"] and policy not in PRIORITY_POLICIES:
         raise ConfigError(
@@ -63,12 +65,6 @@ def check_combinations(given: Mapping[str, Any]) -> None:
     for name, least in LEAST.items():
         if given[name] is not None and given[name] < least:
             raise ConfigError(f"{flag(name)} {given[name]}: expected {least} or more; leave it out for the default")
-    fraction = given["mem_fraction_static"]
-    if fraction is not None and not 0 < fraction <= 1:
-        raise ConfigError(
-            f"--mem-fraction-static {fraction}: expected a part of the memory, above 0 and at most 1; leave it out for"
-            " the default"
-        )
     check_name(given)
     if given["enable_trace"]:
         check_trace_packages()
