@@ -52,7 +52,8 @@ def choose(
     device = made.batch.positions.device
     visible = made.plan.csa_visible[first : first + len(scores)]
     poisoned = scores.masked_fill(torch.arange(scores.shape[1]) >= visible[:, None], torch.nan)
-    slots = torch.full((len(scores), topk), -77, dtype=torch.int32, device=device)
+    guarded = torch.full((len(scores) + 1, topk), -77, dtype=torch.int32, device=device)
+    slots = guarded[:-1]
     lengths = torch.full((len(scores),), -77, dtype=torch.int32, device=device)
     given = poisoned.to(device)
     candidates = candidates or new_candidates(len(scores), scores.shape[1], topk, device)
@@ -60,6 +61,7 @@ def choose(
         candidates.nominated[:, :, part] = value
     select_entries(given, made.batch, topk, slots, lengths, first=first, candidates=candidates)
     assert not candidates.semaphores.any()
+    assert bool((guarded[-1] == -77).all()), "stored behind the last row"
     assert torch.equal(given.cpu().view(torch.int32), poisoned.view(torch.int32)), "scores were written to"
     return slots.cpu(), lengths.cpu()
 
@@ -187,6 +189,17 @@ def test_ties_that_end_anywhere(columns: int, device: str):
         row[end - topk : end - topk // 2] = 1.25
     check(made, scores, topk)
     check(made, scores.round(), topk)
+
+
+@pytest.mark.parametrize("topk", [100, 512])
+def test_more_ties_than_are_kept(topk: int, device: str):
+    """Too many scores are equal to the threshold for the quick way; larger ones lie before, among or behind them."""
+    made, scores = new_pass(at_sight([5000, 4999, 5000, 3000]), device), torch.zeros(4, 5000)
+    scores[0, -70:] = 1.0
+    scores[1, ::61] = torch.arange(82.0)
+    scores[2, 1::2] = -1.0
+    scores[3, :40] = 2.0
+    check(made, scores, topk)
 
 
 def test_numbers_of_every_kind(device: str):
