@@ -27,11 +27,11 @@ import threading
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from programs.local_server import server
+from programs.local_server import server, tail
 from programs.soak import descendants
 
 STAGE_SECONDS, DECODED = "sglang:scheduler_stage_seconds_total", "nvfp4_sgl_decode_queries_total"
@@ -220,14 +220,16 @@ class Endless:
             thread.join(timeout=READ_SECONDS)
 
 
-def replay_times(folder: Path, requests: int, ranks: int) -> list[float]:
+def replay_times(folder: Path, requests: int, ranks: int, running: Callable[[], None] = lambda: None) -> list[float]:
     """Microseconds of a replay on each rank, of the least graph that holds so many requests; waits for them.
 
     Args:
         folder: of one kind of graph.
+        running: raises once the requests no longer run.
     """
     deadline = time.monotonic() + REPLAY_SECONDS
     while time.monotonic() < deadline:
+        running()
         batches = [int(file.name.partition("-")[0]) for file in folder.glob("*") if not file.suffix]
         if (batch := min((each for each in batches if each >= requests), default=None)) is not None:
             files = [folder / f"{batch}-{rank}" for rank in range(ranks)]
@@ -261,7 +263,7 @@ def measure(
     """
     with Endless(url, requests, tokens) as running:
         graphs = {} if replays is None else {words: replays / name for name, words in GRAPHS[drafts].items()}
-        own = {words: replay_times(folder, requests, ranks) for words, folder in graphs.items()}
+        own = {words: replay_times(folder, requests, ranks, running.require_all) for words, folder in graphs.items()}
         begun, before = time.monotonic(), metrics(url)
         time.sleep(seconds)
         ended, after = time.monotonic(), metrics(url)
@@ -273,6 +275,15 @@ def spied(process: int, output: Path, seconds: float) -> None:
     """Record what the Python functions of a process take, as text that flame graphs are made of."""
     command = ["py-spy", "record", "--format", "raw", "--duration", str(max(1, round(seconds)))]
     subprocess.run([*command, "--pid", str(process), "--output", str(output)], check=True)
+
+
+@contextlib.contextmanager
+def server_log_on_error(log: Path) -> Iterator[None]:
+    """Add the last lines of the server's log to a :class:`ProfileError`: the file is deleted with its folder."""
+    try:
+        yield
+    except ProfileError as error:
+        raise ProfileError(f"{error}\n--- last lines of {log.name}\n{tail(log)}") from error
 
 
 def schedulers() -> list[int]:
@@ -333,13 +344,17 @@ def run(args: argparse.Namespace, folder: Path) -> list[str]:
         more = ["--tp-size", str(ranks), "--max-running-requests", str(max(args.requests))]
         timed = (str(Path(__file__).with_name("timed_server.py")), str(replays))
         program = timed if on_gpu else ("-m", "sglang.launch_server")
-        with server(
-            model.checkpoint,
-            folder / f"server-{ranks}.log",
-            arguments=[*model.flags, *more],
-            program=program,
-            environment=model.environment,
-        ) as url:
+        log = folder / f"server-{ranks}.log"
+        with (
+            server_log_on_error(log),
+            server(
+                model.checkpoint,
+                log,
+                arguments=[*model.flags, *more],
+                program=program,
+                environment=model.environment,
+            ) as url,
+        ):
             for requests in sorted(args.requests):  # before a larger graph has a time, which would hold as many
                 found = measure(
                     url,

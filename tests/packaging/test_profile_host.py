@@ -150,6 +150,22 @@ def test_the_graph_of_a_step_is_the_least_that_holds_it(tmp_path: Path, monkeypa
             profile_host.replay_times(folder, requests, ranks=2)
 
 
+def test_a_server_that_dies_is_not_waited_for(tmp_path: Path):
+    """Its log, which is deleted with its folder, is in the error."""
+    from programs import profile_host
+
+    (tmp_path / "log").write_text("first\nthe reason\n")
+
+    def running() -> None:
+        raise profile_host.ProfileError("a request ended")
+
+    with (
+        pytest.raises(profile_host.ProfileError, match=r"a request ended\n.*log\nfirst\nthe reason"),
+        profile_host.server_log_on_error(tmp_path / "log"),
+    ):
+        profile_host.replay_times(tmp_path / "target", 1, ranks=1, running=running)
+
+
 class Event:
     """Stands for CUDA's: times are numbers of replays so far, in milliseconds."""
 
