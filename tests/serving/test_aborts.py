@@ -48,7 +48,7 @@ def test_two_hundred_requests_with_aborts(server):
     before.assert_same(Golden.ask(server))
 
 
-LONG = 300
+LONG = 160
 """Tokens of an answer that takes longer than the two seconds after which SGLang aborts what is left of a stream."""
 
 
@@ -60,7 +60,7 @@ def named(rid: str, tokens: int, stream: bool = False) -> dict[str, Any]:
 @contextlib.contextmanager
 def asked(server: Any, body: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
     """A connection on which ``body`` was sent, and runs."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     with contextlib.closing(connection):
         connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
         deadline = time.monotonic() + 10
@@ -74,7 +74,7 @@ def test_a_second_request_of_a_name_leaves_the_first_alone(stream: bool, server)
     """It is refused at once, by the name; what SGLang does at the end of its stream is not done to the first."""
     wait_until_idle(server)
     with asked(server, named("twice", LONG)) as first:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)) as second:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as second:
             body = json.dumps(named("twice", 1, stream))
             second.request("POST", "/generate", body, {"Content-Type": "application/json"})
             answer = second.getresponse()
