@@ -191,7 +191,7 @@ def is_to_be_checked(name: str, actions: list[argparse.Action]) -> bool:
 
 
 def test_numbers_ports_levels_and_objects_are_checked(options: dict[str, list[argparse.Action]]) -> None:
-    """Of flags that work; those that SGLang adds, too."""
+    """Each such flag that works has a row, also one that SGLang adds."""
     expected = {name for name, actions in options.items() if is_to_be_checked(name, actions)}
     assert expected & set(rows(Works)) == set(values.VALUES)
 
