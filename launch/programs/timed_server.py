@@ -81,8 +81,10 @@ def time_once(graph: str, runner: Any, replay: Callable[[], object]) -> None:
     batch = int(runner.bs)
     _steps[graph, batch] += 1
     if _steps[graph, batch] == STEPS_BEFORE:
+        from nvfp4_sgl.serving.sglang.parallel import tp_rank
+
         us = replay_us(replay)
-        file = Path(os.environ[FOLDER]) / graph / f"{batch}-{runner.model_runner.tp_rank}"
+        file = Path(os.environ[FOLDER]) / graph / f"{batch}-{tp_rank()}"
         file.parent.mkdir(exist_ok=True)
         file.with_suffix(".part").write_text(f"{us}\n")
         file.with_suffix(".part").rename(file)

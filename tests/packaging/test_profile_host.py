@@ -208,9 +208,10 @@ def test_each_graph_is_timed_once_behind_a_step(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(timed_server, "_steps", Counter())
     monkeypatch.setattr(Event, "replays", 0)
+    monkeypatch.setattr("nvfp4_sgl.serving.sglang.parallel.tp_rank", lambda: 1)
     runner = SimpleNamespace(
         bs=8,
-        model_runner=SimpleNamespace(is_draft_worker=drafts, tp_rank=1),
+        model_runner=SimpleNamespace(is_draft_worker=drafts),
         backend=SimpleNamespace(replay=replay),
         _replay_graph_key="graph",
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import os
+import re
 import sys
 from pkgutil import resolve_name
 from typing import Any
@@ -95,6 +98,24 @@ def test_what_profiles_of_the_host_go_by(monkeypatch: pytest.MonkeyPatch) -> Non
     step, draft, extend = (ledger.parameters(resolve_name(path)) for path in timed_server.HOOKS)
     assert step == "self, forward_batch, pp_proxy_tensors"
     assert draft == extend == "self, shape_key, forward_batch"
+
+
+def test_what_timed_graphs_read_of_their_runners() -> None:
+    """Each attribute is one that SGLang's classes set: CI has no graph, whose hook would miss one."""
+    tree = ast.parse((ROOT / "launch" / "programs" / "timed_server.py").read_text(encoding="utf-8"))
+    classes = {
+        "runner": "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
+        "runner.model_runner": "model_executor.model_runner:ModelRunner",
+        "runner.backend": "model_executor.runner_backend.full_cuda_graph_backend:FullCudaGraphBackend",
+    }
+    read = {(ast.unparse(node.value), node.attr) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    read = {(owner, name) for owner, name in read if owner in classes}
+    assert {owner for owner, _ in read} == classes.keys()
+    for owner, name in sorted(read):
+        found = resolve_name(f"sglang.srt.{classes[owner]}")
+        sources = [inspect.getsource(one) for one in found.__mro__[:-1]]
+        set_somewhere = any(re.search(rf"\bself\.{name}(: [^=\n]+)? = ", source) for source in sources)
+        assert hasattr(found, name) or set_somewhere, f"{owner}.{name}: not an attribute of {found.__name__}"
 
 
 @pytest.mark.parametrize("name", arguments.LAYOUTS)
