@@ -45,14 +45,26 @@ _WORDS = tl.constexpr(_words.data_ptr() if INTERPRETED.value else 0)
 
 
 @triton.jit
+def _instruction(PTX: tl.constexpr, value, PURE: tl.constexpr):
+    """Run PTX that makes an int32, $0, of another, $1. PURE: equal runs may be merged, and unused ones left out."""
+    return tl.inline_asm_elementwise(PTX, "=r,r", [value], dtype=tl.int32, is_pure=PURE, pack=1)
+
+
+@triton.jit
+def _at_word(PTX: tl.constexpr, shared, at, value, mask):
+    """Run PTX at word ``at`` of shared memory and return $0. $1: the word's address. $2: the value. $3: the mask."""
+    return tl.inline_asm_elementwise(
+        PTX, "=&r,r,r,b", [shared + 4 * at, value, mask], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def thread(THREADS: tl.constexpr):
     """Return the number, int32, of the thread in its program."""
     if INTERPRETED:
         return tl.arange(0, THREADS)
     else:
-        return tl.inline_asm_elementwise(
-            "mov.u32 $0, %tid.x;", "=r,r", [tl.full((), 0, tl.int32)], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return _instruction("mov.u32 $0, %tid.x;", tl.full((), 0, tl.int32), True)
 
 
 @triton.jit
@@ -64,18 +76,14 @@ def new_shared():
             tl.store(words + place * 1024 + tl.arange(0, 1024), 0x5A5A5A5A)
         return words
     else:
-        return tl.inline_asm_elementwise(
-            _NEW_SHARED, "=r,r", [tl.full((), 0, tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-        )
+        return _instruction(_NEW_SHARED, tl.full((), 0, tl.int32), False)
 
 
 @triton.jit
 def barrier():
     """Wait for all threads; they see each other's stores to shared memory."""
     if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "bar.sync 0;", "=r,r", [tl.full((), 0, tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-        )
+        _instruction("bar.sync 0;", tl.full((), 0, tl.int32), False)
 
 
 @triton.jit
@@ -102,9 +110,7 @@ def shared_load(shared, at):
     if INTERPRETED:
         return tl.load(shared + at)
     else:
-        return tl.inline_asm_elementwise(
-            "ld.shared.b32 $0, [$1];", "=r,r", [shared + 4 * at], dtype=tl.int32, is_pure=False, pack=1
-        )
+        return _instruction("ld.shared.b32 $0, [$1];", shared + 4 * at, False)
 
 
 @triton.jit
@@ -129,14 +135,7 @@ def shared_store(shared, at, value, mask):
     if INTERPRETED:
         tl.store(shared + (0 * value + at), value, mask=mask)
     else:
-        tl.inline_asm_elementwise(
-            "{ @$3 st.shared.b32 [$1], $2; }",
-            "=r,r,r,b",
-            [shared + 4 * at, value, mask],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _at_word("{ @$3 st.shared.b32 [$1], $2; }", shared, at, value, mask)
 
 
 @triton.jit
@@ -162,14 +161,7 @@ def shared_add(shared, at, value, mask):
     if INTERPRETED:
         tl.atomic_add(shared + (0 * value + at), value, mask=mask)
     else:
-        tl.inline_asm_elementwise(
-            "{ @$3 red.shared.add.u32 [$1], $2; }",
-            "=r,r,r,b",
-            [shared + 4 * at, value, mask],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _at_word("{ @$3 red.shared.add.u32 [$1], $2; }", shared, at, value, mask)
 
 
 @triton.jit
@@ -178,14 +170,7 @@ def shared_or(shared, at, value, mask):
     if INTERPRETED:
         tl.atomic_or(shared + (0 * value + at), value, mask=mask)
     else:
-        tl.inline_asm_elementwise(
-            "{ @$3 red.shared.or.b32 [$1], $2; }",
-            "=r,r,r,b",
-            [shared + 4 * at, value, mask],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _at_word("{ @$3 red.shared.or.b32 [$1], $2; }", shared, at, value, mask)
 
 
 @triton.jit
@@ -194,14 +179,7 @@ def shared_take(shared, at, value, mask):
     if INTERPRETED:
         return tl.atomic_add(shared + (0 * value + at), value, mask=mask)
     else:
-        return tl.inline_asm_elementwise(
-            "{ mov.b32 $0, 0; @$3 atom.shared.add.u32 $0, [$1], $2; }",
-            "=&r,r,r,b",
-            [shared + 4 * at, value, mask],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        return _at_word("{ mov.b32 $0, 0; @$3 atom.shared.add.u32 $0, [$1], $2; }", shared, at, value, mask)
 
 
 @triton.jit
@@ -287,7 +265,7 @@ def ones(bits):
         bits = (bits + (bits >> 4)) & 0x0F0F0F0F
         return ((bits * 0x01010101) >> 24).to(tl.int32)
     else:
-        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1)
+        return _instruction("popc.b32 $0, $1;", bits, True)
 
 
 @triton.jit
@@ -296,9 +274,7 @@ def lowest(bits):
     if INTERPRETED:
         return ones((bits & -bits) - 1)
     else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return _instruction("{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", bits, True)
 
 
 @triton.jit
@@ -309,30 +285,22 @@ def width(value):
             value |= value >> (1 << step)
         return ones(value.to(tl.int32, bitcast=True))
     else:
-        return 32 - tl.inline_asm_elementwise(
-            "clz.b32 $0, $1;", "=r,r", [value.to(tl.int32, bitcast=True)], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return 32 - _instruction("clz.b32 $0, $1;", value.to(tl.int32, bitcast=True), True)
 
 
 @triton.jit
 def _warp_sum(value):
-    return tl.inline_asm_elementwise(
-        "redux.sync.add.s32 $0, $1, -1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-    )
+    return _instruction("redux.sync.add.s32 $0, $1, -1;", value, False)
 
 
 @triton.jit
 def _warp_min(value):
-    return tl.inline_asm_elementwise(
-        "redux.sync.min.s32 $0, $1, -1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-    )
+    return _instruction("redux.sync.min.s32 $0, $1, -1;", value, False)
 
 
 @triton.jit
 def _warp_max(value):
-    return tl.inline_asm_elementwise(
-        "redux.sync.max.s32 $0, $1, -1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-    )
+    return _instruction("redux.sync.max.s32 $0, $1, -1;", value, False)
 
 
 @triton.jit
