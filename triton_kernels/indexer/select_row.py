@@ -363,22 +363,9 @@ def _select_slowly(source, count, table, slots, shared, TOPK: tl.constexpr, THRE
 
 @triton.jit(do_not_specialize=["first"])
 def _select_row_kernel(
-    scores,
-    row_stride,
-    columns,
-    positions,
-    owners,
-    table,
-    table_stride,
-    slots,
-    lengths,
-    first,
-    TOPK: tl.constexpr,
-    KEPT_MAX: tl.constexpr,
-    BLOCK: tl.constexpr,
-    THREADS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    scores, row_stride, columns, positions, owners, table, table_stride, slots, lengths, first,
+    TOPK: tl.constexpr, KEPT_MAX: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Select a row's best entries. Grid: (rows,)."""
     after_previous()
     row = tl.program_id(0).to(tl.int64)

@@ -447,26 +447,11 @@ def _elect(
 
 @triton.jit(do_not_specialize=["first"])
 def _select_kernel(
-    scores,
-    row_stride,
-    columns,
-    positions,
-    owners,
-    table,
-    table_stride,
-    slots,
-    lengths,
-    first,
-    candidates,
-    candidates_row,
-    semaphores,
-    TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
-    SINGLE_PASS_MAX_SCORES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CANDIDATE_BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    scores, row_stride, columns, positions, owners, table, table_stride, slots, lengths, first,
+    candidates, candidates_row, semaphores,
+    TOPK: tl.constexpr, PADDED: tl.constexpr, SINGLE_PASS_MAX_SCORES: tl.constexpr,
+    BLOCK: tl.constexpr, CANDIDATE_BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Select one chunk's best entries, and in a row's last program the best of its candidates.
 
     Grid: (rows, chunks). CANDIDATE_BLOCK: candidates of a row at most, a power of two.
