@@ -1,4 +1,4 @@
-"""Sizes that kernels take, for the kernels and for checks before any weight is read. Imports nothing.
+"""Sizes that kernels take and what sampling takes, for checks before any weight is read, too. Imports nothing.
 
 Headers are inspected without torch, which every kernel imports. A name says what it bounds; unlike things with an equal
 bound have a name each.
@@ -65,3 +65,11 @@ MIN_HC_EPS, MAX_HC_EPS = 1e-9, 1.0
 # Tensor-parallel ranks.
 PUSHING_RANKS = (2, 4, 8)
 """Ranks whose kernels store parts of sums in one another's memory: a program adds a power of two of parts."""
+
+# Sampling.
+MAX_TEMPERATURE = 1e30
+"""Bound on temperatures. One that is infinite in fp32 makes NaN of -inf, the logit of a token that a grammar forbids.
+SGLang's sampler then ends the scheduler."""
+MIN_REPETITION_PENALTY = 1e-20
+"""Bound on repetition penalties. A logit may hold the frequency penalty of a million equal tokens, 2e6. Divided by this
+and by the lowest temperature that is not greedy (1e-6), it is 2e32, still an fp32 number."""

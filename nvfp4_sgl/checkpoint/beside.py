@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import MAX_CONFIG_BYTES, SHOWN_CHARACTERS, read_json, require_file, shown
+from nvfp4_sgl.limits import MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """DeepSeek-V4's takes 8 MB."""
@@ -81,11 +82,11 @@ class Default:
 
 
 DEFAULTS: Mapping[str, Default] = {
-    "temperature": Default(0, 1e30),
+    "temperature": Default(0, MAX_TEMPERATURE),
     "top_p": Default(0, 1, open=True),
     "top_k": Default(1, 2**30, whole=True, other=-1),
     "min_p": Default(0, 1),
-    "repetition_penalty": Default(0, 2, open=True),
+    "repetition_penalty": Default(MIN_REPETITION_PENALTY, 2),
 }
 """Fields of generation_config.json that SGLang applies to every request that does not set them."""
 

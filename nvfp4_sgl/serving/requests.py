@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from nvfp4_sgl.limits import MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 from nvfp4_sgl.serving.answer_text import longest
 from nvfp4_sgl.serving.arguments import is_our_checkpoint
 from nvfp4_sgl.serving.endpoints import is_deeper
@@ -265,8 +266,10 @@ def sampling_fault(params: Any, vocab_size: int) -> str | None:
         return f"beam_width: found {params.beam_width}; beam search is not implemented for this model"
     if params.top_k > MAX_TOP_K:
         return f"top_k: found {params.top_k}; expected -1 or 1 to {MAX_TOP_K}"
-    if params.repetition_penalty < 1 / LARGEST:
-        return f"repetition_penalty: found {params.repetition_penalty}; expected {1 / LARGEST:.0e} or more"
+    if params.temperature > MAX_TEMPERATURE:
+        return f"temperature: found {params.temperature:g}; expected {MAX_TEMPERATURE:g} or less"
+    if params.repetition_penalty < MIN_REPETITION_PENALTY:
+        return f"repetition_penalty: found {params.repetition_penalty}; expected {MIN_REPETITION_PENALTY:g} or more"
     if len(params.logit_bias or ()) > MAX_LOGIT_BIASES:
         return f"logit_bias: found {len(params.logit_bias)} tokens; expected {MAX_LOGIT_BIASES} or fewer"
     for token, bias in (params.logit_bias or {}).items():

@@ -110,6 +110,8 @@ def test_ends_of_defaults(damaged: Path) -> None:
 
     assert allowed(temperature=0, top_p=1.0, top_k=-1, min_p=0, repetition_penalty=2, eos_token_id=[1, 511])
     assert not allowed(top_p=0) and not allowed(top_k=0) and not allowed(top_k=1.5) and not allowed(min_p=1.1)
+    assert allowed(temperature=1e30, repetition_penalty=1e-20)
+    assert not allowed(temperature=1e31) and not allowed(repetition_penalty=1e-21)
     assert not allowed(repetition_penalty=0) and not allowed(repetition_penalty=2.1)
     assert not allowed(eos_token_id=512) and not allowed(eos_token_id=[1, "2"]) and not allowed(bos_token_id=-1)
 

@@ -62,6 +62,7 @@ def tool(**function: Any) -> list[dict[str, Any]]:
 PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "temperature below 0": ({"temperature": -1}, "temperature"),
     "temperature as text": ({"temperature": "hot"}, "temperature"),
+    "temperature that is infinite in fp32": ({"temperature": 1e39}, "temperature"),
     "top_p above 1": ({"top_p": 2}, "top_p"),
     "top_p 0": ({"top_p": 0}, "top_p"),
     "top_k beyond int32": ({"top_k": 2**40}, "top_k"),
@@ -76,6 +77,7 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "presence_penalty as text": ({"presence_penalty": "x"}, "presence_penalty"),
     "repetition_penalty": ({"repetition_penalty": -1}, "repetition_penalty"),
     "repetition_penalty that is 0 in fp32": ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    "repetition_penalty that may overflow": ({"repetition_penalty": 1e-30}, "repetition_penalty"),
     "seed as text": ({"seed": "x"}, "seed"),
     "stream as text": ({"stream": "maybe"}, "stream"),
     "stop as a number": ({"stop": 5}, "stop"),
@@ -285,9 +287,14 @@ def as_bytes(request: tuple[str, dict[str, Any]]) -> tuple[str, bytes]:
         completion(logprobs=VOCAB),
         completion(prompt=[0, VOCAB - 1]),
         completion(logit_bias={str(VOCAB - 1): 1e30}, temperature=1e-5),
-        completion(repetition_penalty=1e-30),
+        completion(repetition_penalty=1e-20),
+        # The same token over and over.
+        completion(
+            repetition_penalty=1e-20, frequency_penalty=-2, temperature=1e-6, top_k=5, max_tokens=300, ignore_eos=True
+        ),
         completion(top_k=2**30),
-        completion(temperature=1e308),
+        completion(temperature=1e30),
+        completion(temperature=1e30, regex="[ab]+", top_k=5, min_tokens=1),
         completion(top_p=1e-300),
         completion(n=64, max_tokens=1),
         completion(logit_bias={str(n): 1 for n in range(VOCAB)}),

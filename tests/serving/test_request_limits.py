@@ -14,6 +14,7 @@ import xgrammar
 
 from examples.function_calling import WEATHER
 from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.limits import MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 from nvfp4_sgl.serving import arguments, grammars, requests
 from nvfp4_sgl.serving.finite_logits import FAILED
 from nvfp4_sgl.serving.sglang import parallel, request_state, settings
@@ -207,7 +208,14 @@ def test_logprobs_in_both_processes(fields: dict[str, Any], part: str | None) ->
 
 def test_stop_strings() -> None:
     def stops(**fields: Any) -> str:
-        params = {"n": 1, "sampling_seed": None, "beam_width": None, "top_k": 1, "repetition_penalty": 1.0}
+        params = {
+            "n": 1,
+            "temperature": 1.0,
+            "sampling_seed": None,
+            "beam_width": None,
+            "top_k": 1,
+            "repetition_penalty": 1.0,
+        }
         params |= {
             "logit_bias": None,
             "stop_token_ids": None,
@@ -224,6 +232,17 @@ def test_stop_strings() -> None:
     assert "min_new_tokens: does not delay" in stops(stop_strs=["a"], min_new_tokens=1)
     assert not stops(logit_bias={"0": 1.0, "511": -1.0})
     assert stops(logit_bias={"512": 1}) == "logit_bias: token id 512 is outside the vocabulary; expected 0 to 511"
+    assert "temperature: found 1e+31; expected 1e+30 or less" in stops(temperature=1e31)
+    assert "repetition_penalty: found 1e-21; expected 1e-20 or more" in stops(repetition_penalty=1e-21)
+    assert not stops(temperature=1e30, repetition_penalty=1e-20)
+
+
+def test_logits_stay_finite() -> None:
+    """SGLang's sampler ends the scheduler where temperature and penalties make a logit infinite, or NaN of -inf."""
+    largest = torch.tensor([2.0 * 2**20, -torch.inf]) / MIN_REPETITION_PENALTY
+    for temperature in (1e-6, MAX_TEMPERATURE):
+        found = (largest / torch.tensor(temperature)).softmax(0)
+        assert not found.isnan().any() and found[0] == 1
 
 
 def test_malformed_requests_are_the_clients_fault() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nvfp4_sgl.limits import MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 from nvfp4_sgl.serving.fields.checks import (
     INT64,
     MAX_TOKENS,
@@ -19,7 +20,6 @@ from nvfp4_sgl.serving.fields.checks import (
 )
 from nvfp4_sgl.serving.fields.field import Field, Table, object_of, offered, refused, without_effect
 from nvfp4_sgl.serving.fields.limits import (
-    LARGEST,
     MAX_CHOICES,
     MAX_STOPS,
     MAX_TOP_K,
@@ -52,13 +52,13 @@ SAMPLING_PARAMS: Table = {
     "stop": offered(STOP),
     "stop_token_ids": offered(token_ids(least=0, most=MAX_TOKENS)),
     "stop_regex": refused("not offered, since one search may hold up every other request; use stop"),
-    "temperature": offered(number(0, 1.7e308)),
+    "temperature": offered(number(0, MAX_TEMPERATURE)),
     "top_p": offered(number(0, 1, above=True)),
     "top_k": offered(either(one_of(-1), integer(1, MAX_TOP_K))),
     "min_p": offered(number(0, 1)),
     "frequency_penalty": offered(number(-2, 2)),
     "presence_penalty": offered(number(-2, 2)),
-    "repetition_penalty": offered(number(1 / LARGEST, 2)),
+    "repetition_penalty": offered(number(MIN_REPETITION_PENALTY, 2)),
     "min_new_tokens": offered(integer(0, MAX_TOKENS)),
     "n": offered(integer(1, MAX_CHOICES), null=False),
     "beam_width": refused("beam search is not implemented for this model; leave it out", harmless=one_of(1)),

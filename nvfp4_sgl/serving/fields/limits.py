@@ -6,10 +6,7 @@ MAX_TOP_K = 2**30
 """SGLang's own value for the whole vocabulary; it keeps top-k in int32."""
 
 LARGEST = 1e30
-"""Largest logit bias, and inverse of the smallest repetition penalty.
-
-Divided by the lowest temperature that is not greedy (1e-6), a logit that large still is an fp32 number.
-"""
+"""Largest logit bias. Divided by the lowest temperature that is not greedy (1e-6), it still is an fp32 number."""
 
 MAX_CHOICES = 128
 """Bound on ``n``, OpenAI's: SGLang keeps the state of every choice, and each has its own copy of the prompt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nvfp4_sgl.limits import MAX_TEMPERATURE
 from nvfp4_sgl.serving.fields.checks import (
     array_of,
     boolean,
@@ -43,7 +44,7 @@ SCORE: Table = {
     "items": offered(either(text(), array_of(text()), array_of(token_ids(least=0))), required=True),
     "label_token_ids": offered(either(token_ids(), array_of(token_ids(), least=1)), required=True),
     "apply_softmax": offered(boolean(), null=False),
-    "temperature": offered(number(0, 1e30, above=True), null=False),
+    "temperature": offered(number(0, MAX_TEMPERATURE, above=True), null=False),
     "item_first": offered(boolean(), null=False),
     "return_token_logprobs": offered(boolean(), null=False),
     "score_extraction_token": offered(text(1)),
