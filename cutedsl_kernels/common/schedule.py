@@ -24,6 +24,11 @@ FIRST_TILES = EXPERTS_PER_LANE * (WARP_LANES + 1)
 """Words between a table of all experts and the next."""
 
 
+def _log2(size: int) -> int:
+    """The logarithm of a power of two."""
+    return size.bit_length() - 1
+
+
 @dataclass(frozen=True)
 class Place(Fixed):
     """A tile's place in the block of tiles that a cluster works on: the block's size, and this CTA's tile in it."""
@@ -66,6 +71,8 @@ class GroupedSchedule(Fixed):
     """Experts whose token counts only the device knows.
 
     A lane's run is EXPERTS_PER_LANE experts in a row. Two ballots find a block's expert: which run, and which in it.
+    Blocks of equal tokens are a row of blocks; all experts have rows of the same length, so that rows are counted.
+    Sizes in tokens are powers of two and counts are not negative: shifts take one instruction where ``//`` takes nine.
 
     Attributes:
         feature_tiles: tiles along the features, the same for each expert.
@@ -73,9 +80,9 @@ class GroupedSchedule(Fixed):
         experts: number of experts, at most MAX_GEMM_EXPERTS.
         offsets: int32 global tensor [experts]: first row of each expert, a multiple of ``token_tile``.
         counts: int32 global tensor [experts]: rows of each expert; may be 0.
-        table: int32 shared tensor [``GemmShape.expert_words``]: blocks before each run and in all; at ``_word``, blocks
-            before each expert, and FIRST_TILES further its first token tile, unless it is read from ``offsets``.
-        keeps_first_tiles: whether the table has those.
+        table: int32 shared tensor [``GemmShape.expert_words``]: rows of blocks before each run and in all; at
+            ``_word``, those before each expert, and FIRST_TILES further its offset, unless ``offsets`` is read again.
+        keeps_first_tiles: whether the table has offsets.
     """
 
     place: Place
@@ -89,7 +96,7 @@ class GroupedSchedule(Fixed):
 
     def total(self) -> Any:
         """Number of blocks; after ``prepare`` and a barrier."""
-        return self.table[WARP_LANES]
+        return self.table[WARP_LANES] * self._blocks_across()
 
     def _blocks_across(self) -> Any:
         return cute.ceil_div(self.feature_tiles, self.place.features)
@@ -101,8 +108,7 @@ class GroupedSchedule(Fixed):
     @cute.jit
     def prepare(self, lane: Int32):
         """Fill the table; one whole warp. Every lane sums its run, then the runs are scanned."""
-        rows = self.token_tile * self.place.tokens
-        across = self._blocks_across()
+        tokens = self.token_tile * self.place.tokens
         # All loads first, so that their latencies overlap.
         experts = [lane * EXPERTS_PER_LANE + i for i in range(EXPERTS_PER_LANE)]
         known = [cutlass.min(expert, self.experts - 1) for expert in experts]
@@ -112,8 +118,8 @@ class GroupedSchedule(Fixed):
         running = Int32(0)
         for expert, count in zip(experts, counts, strict=True):
             befores.append(running)
-            blocks = (count + (rows - 1)) // rows * across
-            running = running + cutlass.select_(expert < self.experts, blocks, Int32(0))
+            rows = (count + (tokens - 1)) >> _log2(tokens)
+            running = running + cutlass.select_(expert < self.experts, rows, Int32(0))
         before = running
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(before, 1 << step, mask_and_clamp=0)
@@ -126,33 +132,34 @@ class GroupedSchedule(Fixed):
         for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
             self.table[self._word(lane, i)] = before + befores[i]
             if cutlass.const_expr(self.keeps_first_tiles):
-                self.table[self._word(lane, i) + FIRST_TILES] = offsets[i] // self.token_tile
+                self.table[self._word(lane, i) + FIRST_TILES] = offsets[i]
 
     @cute.jit
     def locate(self, block: Int32):
         """``(feature tile, token tile counted over all rows, expert, 0, whether to store)``; by whole warps.
 
-        Among experts with equally many blocks before them only the last has tokens. A block's token tile beyond its
-        expert's rows would hold another expert's: it is computed and not stored.
+        Among experts with equally many rows of blocks before them only the last has tokens. A block's token tile beyond
+        its expert's tokens would hold another expert's: it is computed and not stored.
         """
         lane = cute.arch.lane_idx()
-        run = cute.arch.popc(cute.arch.vote_ballot_sync(self.table[lane] <= block)) - 1
-        of_run = self.table[self._word(run, lane % EXPERTS_PER_LANE)] <= block
+        across = self._blocks_across()
+        row = block // across
+        run = cute.arch.popc(cute.arch.vote_ballot_sync(self.table[lane] <= row)) - 1
+        of_run = self.table[self._word(run, lane % EXPERTS_PER_LANE)] <= row
         index = cute.arch.popc(cute.arch.vote_ballot_sync(of_run) & ((1 << EXPERTS_PER_LANE) - 1)) - 1
         word = self._word(run, index)
-        within = block - self.table[word]
-        across = self._blocks_across()
-        feature_tile = within % across * self.place.features + self.place.feature
-        token_tile = within // across * self.place.tokens + self.place.token
+        feature_tile = (block - row * across) * self.place.features + self.place.feature
+        token_tile = (row - self.table[word]) * self.place.tokens + self.place.token
         # Without any tokens the search ends at the last expert of the table.
         expert = cutlass.min(run * EXPERTS_PER_LANE + index, self.experts - 1)
         inside = Boolean(True)
         if cutlass.const_expr(self.place.tokens > 1):
             inside = token_tile * self.token_tile < self.counts[expert]
         if cutlass.const_expr(self.keeps_first_tiles):
-            first_tile = self.table[word + FIRST_TILES]
+            offset = self.table[word + FIRST_TILES]
         else:
-            first_tile = self.offsets[expert] // self.token_tile
+            offset = self.offsets[expert]
+        first_tile = offset >> _log2(self.token_tile)
         return feature_tile, first_tile + token_tile, expert, Int32(0), inside
 
     def rows(self, token_tile: Any, expert: Any) -> Any:

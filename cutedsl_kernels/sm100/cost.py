@@ -52,7 +52,7 @@ HANDOFF_SECONDS = 1.5e-6
 a poll through L2, then the load (assumed)."""
 L2_LATENCY_CYCLES = 600.0
 """Cycles from a thread's load to its data from L2 (assumed: what the emulator's timed mode has)."""
-EXPERT_COUNTS_CYCLES = 1400.0
+EXPERT_COUNTS_CYCLES = 1060.0
 """Cycles until a grouped kernel knows its tiles: it reads and sums the experts' counts before its first load. From
 the timed mode of the emulator."""
 

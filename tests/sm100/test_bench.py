@@ -14,7 +14,7 @@ import torch
 
 from nvfp4_sgl.cutedsl_kernels.compiled import KernelKey
 from nvfp4_sgl.cutedsl_kernels.sm100.choose import MIN_STAGES, gemm_shapes
-from nvfp4_sgl.cutedsl_kernels.sm100.cost import cost, epilogue_cycles
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import EXPERT_COUNTS_CYCLES, cost, epilogue_cycles
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from nvfp4_sgl.formats.rows import Rows
 from nvfp4_sgl.weights.gemms import GemmSpec
@@ -307,8 +307,8 @@ def test_what_gemms_do_ahead_is_credited_apart_from_the_sums() -> None:
         "ranks": 8,
         "tokens": 1,
         "modelled us": round(step.seconds * 1e6),
-        # Two launches in each of 43 layers: 1400 cycles for the counts.
-        "counts in no time us": round((step.seconds - 86 * 1400 / 1.85e9) * 1e6),
+        # Two launches in each of 43 layers read counts.
+        "counts in no time us": round((step.seconds - 86 * EXPERT_COUNTS_CYCLES / 1.85e9) * 1e6),
         "all in no time us": 701,
         "by an H200's constants us": "not measured",
     }
@@ -335,7 +335,7 @@ def test_work_ahead_is_less_than_a_launch_without_its_tokens() -> None:
     small, large = (cases(["flash"], [ranks], [tokens]) for ranks, tokens in ((8, 1), (1, 64)))
     for case in [*small, *large]:
         found, ahead = cost(case.shape, case.problem), ahead_seconds(case.shape, case.problem)
-        way = 1000 / 1.85e9 + case.routed * 1400 / 1.85e9
+        way = 1000 / 1.85e9 + case.routed * EXPERT_COUNTS_CYCLES / 1.85e9
         assert way < ahead < way + found.body_seconds
     (experts,) = (case for case in large if case.product.gated)
     assert ahead_seconds(experts.shape, experts.problem) < 0.1 * cost(experts.shape, experts.problem).body_seconds

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from nvfp4_sgl.cutedsl_kernels.common import shape as shape_module
+from nvfp4_sgl.cutedsl_kernels.sm100.cost import EXPERT_COUNTS_CYCLES
 from nvfp4_sgl.cutedsl_kernels.sm100.shape import KernelShape
 from tests.sm100.emulator import Options, TimingModel
 from tests.sm100.emulator.timing import ClusterTiming
@@ -84,6 +85,13 @@ def test_a_barrier_waits_for_the_slowest_warp() -> None:
 )
 def test_shared_memory_takes_a_pass_for_each_word_of_a_bank(addresses: np.ndarray, size: int, expected: int) -> None:
     assert wavefronts(addresses, size) == expected
+
+
+def test_counts_of_experts_are_read_in_the_time_that_the_cost_model_has() -> None:
+    first, with_counts = (
+        timeline(KernelShape(8, grouped=grouped), 128, 256, 8).stages[0][0] for grouped in (False, True)
+    )
+    assert with_counts - first == pytest.approx(EXPERT_COUNTS_CYCLES, rel=0.02)
 
 
 def test_one_tile_multiplies_for_the_time_of_its_products() -> None:

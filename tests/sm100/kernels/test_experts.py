@@ -152,12 +152,12 @@ def test_most_experts_there_can_be(clusters: int) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"vote_ballot_sync(self.table[lane] <= block)": "vote_ballot_sync(self.table[lane] < block)"},
-        {"lane % EXPERTS_PER_LANE)] <= block": "lane % EXPERTS_PER_LANE)] < block"},
+        {"vote_ballot_sync(self.table[lane] <= row)": "vote_ballot_sync(self.table[lane] < row)"},
+        {"lane % EXPERTS_PER_LANE)] <= row": "lane % EXPERTS_PER_LANE)] < row"},
         {"& ((1 << EXPERTS_PER_LANE) - 1)": "& ((1 << (EXPERTS_PER_LANE - 1)) - 1)"},
         {"befores.append(running)\n": "befores.append(running + 1)\n"},
     ],
-    ids=["run", "expert", "one expert fewer", "blocks before"],
+    ids=["run", "expert", "one expert fewer", "rows before"],
 )
 def test_another_expert_is_noticed(change: dict[str, str], tmp_path: Path) -> None:
     case = all_experts()

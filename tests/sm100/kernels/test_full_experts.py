@@ -29,11 +29,11 @@ def test_no_row_behind_an_expert_is_written(case: str, clusters: int) -> None:
     CASES[case].check(STRICT, clusters)
 
 
-BLOCKS = {"blocks = (count + (rows - 1)) // rows": "blocks = (count + rows) // rows"}
+ROWS = {"rows = (count + (tokens - 1)) >>": "rows = (count + tokens) >>"}
 STORED = {"token_tile * self.token_tile < self.counts[expert]": "token_tile * self.token_tile <= self.counts[expert]"}
 MISTAKES = {
-    "a tile more for a full expert": ("down", BLOCKS),
-    "a tile more for a full expert, re-quantised": ("gate up", BLOCKS),
+    "a tile more for a full expert": ("down", ROWS),
+    "a tile more for a full expert, re-quantised": ("gate up", ROWS),
     "a tile stored that is another expert's": ("pairs that share weights", STORED),
 }
 
