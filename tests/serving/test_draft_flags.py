@@ -113,6 +113,16 @@ def test_simulated_acceptance_that_cannot_be(text: str, simulate: Callable[[str]
         checks.check_flags(NOTHING | EAGLE)
 
 
+@pytest.mark.parametrize("text", ["", "0", "-1"])
+def test_acceptance_that_is_not_simulated(
+    text: str, simulate: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As SGLang has it: only a positive number simulates."""
+    simulate(text)
+    checks.check_flags(NOTHING | EAGLE)
+    assert simulated.simulated_length() is None and not caplog.text
+
+
 @pytest.mark.parametrize("variable", simulated.WAYS)
 def test_simulated_acceptance_in_another_way(
     variable: str, simulate: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
@@ -141,7 +151,11 @@ def test_simulated_acceptance_of_dspark(
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [(dspark_checks.VERIFY_MODE, "compact"), (GREEDY_DRAFT, "0"), (dspark_checks.SIMULATE_GREEDY, "true")],
+    [
+        (dspark_checks.VERIFY_MODE, "compact"),
+        (GREEDY_DRAFT, "0"),
+        *((dspark_checks.SIMULATE_GREEDY, value) for value in ("true", "1", "yes", "Y")),
+    ],
 )
 def test_ways_of_dspark_that_are_not_there(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, value)

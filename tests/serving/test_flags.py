@@ -231,6 +231,30 @@ def test_a_wrong_value_is_named(given: dict[str, Any], message: str, unset: dict
         combinations.check_combinations(unset | given)
 
 
+@pytest.mark.parametrize(
+    ("name", "taken", "refused"),
+    [
+        ("dynamic_batch_tokenizer_batch_timeout", (0, 1e8), (-0.1, 1e9)),
+        ("gc_warning_threshold_secs", (0, 1e8), (-0.1, 1e9)),
+        ("log_level", ("error", "DEBUG"), ("trace",)),
+        ("log_level_http", ("error", "trace"), ("notset",)),
+        ("mem_fraction_static", (0.01, 1), (0, 1.01)),
+        ("port", (0, 65535), (65536,)),
+        ("schedule_conservativeness", (0, 1e30), (-0.1, 1e31)),
+        ("soft_watchdog_timeout", (0.1, 1e8), (0, 1e9)),
+        ("swa_full_tokens_ratio", (0.01, 1), (0, 1.01)),
+        ("watchdog_timeout", (0.1, 1e8), (0, 1e9)),
+    ],
+)
+def test_ends_of_values(name: str, taken: tuple[Any, ...], refused: tuple[Any, ...], unset: dict[str, Any]) -> None:
+    """By numbers of their own: a range that is written wrongly also draws wrong examples."""
+    for value in taken:
+        combinations.check_combinations(unset | {name: value})
+    for value in refused:
+        with pytest.raises(ConfigError, match=re.escape(f"{flags.flag(name)}: found")):
+            combinations.check_combinations(unset | {name: value})
+
+
 def test_a_level_is_checked_before_sglang_sets_up_its_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolution, "is_our_checkpoint", lambda path: path == "ours")
     with pytest.raises(ConfigError, match="^--log-level: found 'loud'; expected one of critical, error"):

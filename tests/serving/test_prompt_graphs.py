@@ -85,6 +85,15 @@ def test_no_graph_has_more_tokens_than_a_chunk(by_default: bool, served: pytest.
     assert prompt_switch.captured_tokens() == ()
 
 
+@pytest.mark.parametrize(
+    ("chunk", "tokens"),
+    [(255, ()), (256, (256,)), (511, (256,)), (2048, (256, 512, 1024, 2048)), (8192, (256, 512, 1024, 2048))],
+)
+def test_a_chunk_may_fill_its_graph(chunk: int, tokens: tuple[int, ...], served: pytest.MonkeyPatch) -> None:
+    served.setattr("nvfp4_sgl.serving.sglang.settings.largest_prefill", lambda: chunk)
+    assert prompt_switch.captured_tokens() == tokens
+
+
 @pytest.mark.parametrize("named", OBSTACLES)
 def test_what_stands_against_them(named: str, served: pytest.MonkeyPatch) -> None:
     """By default there are none then; who asks for them is told."""

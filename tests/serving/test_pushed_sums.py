@@ -284,6 +284,14 @@ def test_the_reason_is_said(
         assert tokens == (32 if said.startswith("pushed") else 0)
 
 
+@pytest.mark.parametrize("target", ["cpu", "sm_100a"])
+def test_targets_that_cannot_push_plan_no_tokens(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forecast of their memory counts no inboxes, also where it is asked before the switch is refused."""
+    monkeypatch.setenv(SWITCH, "1")
+    assert pushed_sums.planned_tokens(target=target, ranks=2) == 0
+    assert pushed_sums.planned_tokens(target="sm_90a", ranks=2) == 32
+
+
 def test_a_rank_s_share_has_the_inboxes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is switched off; sized by the model's width."""
     config = ModelConfig.from_dict(tiny_config(TinyFormat.NVFP4_FULL, {}))

@@ -332,6 +332,33 @@ def test_refusals(device: str):
             select_entries(wide, made.batch, 8, slots, lengths, candidates=candidates)
 
 
+class Launches:
+    """A kernel that notes the arguments of its launches, by the names of ``_select_row_kernel``'s."""
+
+    def __init__(self) -> None:
+        self.given: list[dict[str, Any]] = []
+        self._names = topk_module._select_row_kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **options: self.given.append(dict(zip(self._names, arguments, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("begin", "stride", "aligned"), [(0, 200, True), (4, 200, True), (1, 200, False), (2, 200, False), (0, 202, False)]
+)
+def test_four_scores_at_once_only_of_aligned_rows(
+    begin: int, stride: int, aligned: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A GPU refuses such loads from elsewhere, which the interpreter does not see."""
+    launches = Launches()
+    monkeypatch.setattr(topk_module, "_select_row_kernel", launches)
+    made, memory = new_pass(at_sight([150] * 2), "cpu"), torch.zeros(1000)
+    assert memory.data_ptr() % 16 == 0
+    scores = memory.as_strided((2, 180), (stride, 1), begin)
+    select_entries(scores, made.batch, 8, torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    assert [one["ALIGNED"] for one in launches.given] == [aligned]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("topk", [512, 1024])
 def test_a_million_tokens(topk: int, device: str):
