@@ -1,8 +1,8 @@
 """A soak test: mixed, given-up and malformed requests at one server for minutes or hours, then a look at what is left.
 
-Run through launch/soak. Exit status 0 only if every request ended as it must, no slot or pool token is in use, and a
-probe's greedy ids and log-probabilities are unchanged. Memory must not grow beyond ``--growth`` after a warm-up, nor
-with ``--gpu`` the GPU's beyond ``--gpu-growth``. The last line is the verdict. Figures of past runs:
+Run through launch/soak. Exit status 0 only if requests ran and all ended as they must, no slot or pool token is in
+use, and a probe's greedy ids and log-probabilities are unchanged. Memory must not grow beyond ``--growth`` after a
+warm-up, nor with ``--gpu`` the GPU's beyond ``--gpu-growth``. The last line is the verdict. Figures of past runs:
 launch/results/soak.md.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import collections
 import http.client
 import json
+import math
 import os
 import random
 import signal
@@ -297,7 +298,7 @@ def run(url: str, arguments: argparse.Namespace, vocabulary: int) -> bool:
     after = client.probe()
     difference = max(abs(one - other) for one, other in zip(before[1], after[1], strict=True))
     results = {
-        "requests ended as they must": not client.faults,
+        "requests ended as they must": bool(client.ended) and not client.faults,
         "slots and tokens in use": not any(used.values()),
         "answer of the probe": before[0] == after[0] and difference <= TOLERANCE,
         "memory": end[1] - start[1] <= arguments.growth,
@@ -334,20 +335,26 @@ def served_on(gpu: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", nargs="?", type=Path, help="served checkpoint; a tiny one is made by default")
-    parser.add_argument("--minutes", type=float, default=60, help="a quarter of them warms up (default: 60)")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="of requests; the first quarter warms up (default: 60)"
+    )
     parser.add_argument("--concurrency", type=int, default=16, help="requests at once (default: 16)")
     parser.add_argument(
-        "--growth", type=int, default=200, metavar="MIB", help="that its memory may grow (default: 200)"
+        "--growth", type=int, default=200, metavar="MIB", help="that the server's host memory may grow (default: 200)"
     )
     parser.add_argument(
         "--gpu", help="serve on this GPU, by its name in CUDA_VISIBLE_DEVICES (default: as SGLang chooses)"
     )
     parser.add_argument(
-        "--gpu-growth", type=int, default=128, metavar="MIB", help="that the GPU's may grow (default: 128)"
+        "--gpu-growth", type=int, default=128, metavar="MIB", help="that its GPU memory may grow (default: 128)"
     )
     parser.add_argument("--flags", default="", help="further flags of the server, in one string")
     parser.add_argument("--log", type=Path, help="file for the server's log; thrown away by default")
     arguments = parser.parse_args()
+    if not 0 < arguments.minutes < math.inf:
+        parser.error(f"--minutes: expected a number above 0, found {arguments.minutes:g}")
+    if arguments.concurrency < 1:
+        parser.error(f"--concurrency: expected 1 or more, found {arguments.concurrency}")
     if arguments.checkpoint is not None and not (arguments.checkpoint / "config.json").is_file():
         parser.error(f"{arguments.checkpoint}: expected the directory of a checkpoint, found no config.json in it")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server is stopped

@@ -82,10 +82,12 @@ def test_what_is_drawn() -> None:
 
 
 class QuietClient:
-    """A server of which nothing is asked."""
+    """A server that has answered so many requests, and of which nothing is asked."""
+
+    answered = 3
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.ended, self.faults = collections.Counter(answered=3), list[str]()
+        self.ended, self.faults = collections.Counter(["answered"] * self.answered), list[str]()
 
     def probe(self) -> tuple[list[int], list[float]]:
         return [1, 2], [-0.5, -0.25]
@@ -111,3 +113,24 @@ def test_growth_on_the_gpu_fails(grown: int, last: str, monkeypatch: pytest.Monk
     said = capsys.readouterr().out.splitlines()
     assert said[-1].startswith(last)
     assert any(f"GPU 0, memory of all processes: 700 MiB after 0 minutes, {700 + grown} MiB" in line for line in said)
+
+
+def test_a_soak_without_requests_fails(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from programs import soak
+
+    monkeypatch.setattr(QuietClient, "answered", 0)
+    monkeypatch.setattr(soak, "Client", QuietClient)
+    monkeypatch.setattr(soak, "soak", lambda *_: None)
+    given = argparse.Namespace(minutes=0.01, concurrency=2, growth=200, gpu=None, gpu_growth=128)
+    assert not soak.run("http://127.0.0.1:1", given, 512)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAIL: requests ended as they must; 0 requests")
+
+
+@pytest.mark.parametrize("words", [["--minutes", "0"], ["--minutes", "nan"], ["--concurrency", "0"]], ids=" ".join)
+def test_a_soak_of_nothing_is_refused(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from programs import soak
+
+    monkeypatch.setattr(sys, "argv", ["launch/soak", *words])
+    with pytest.raises(SystemExit, match="2"):
+        soak.main()
+    assert f"{words[0]}: expected" in capsys.readouterr().err
