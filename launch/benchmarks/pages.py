@@ -99,9 +99,10 @@ def table(figures: Sequence[Figure], folder: Path) -> Iterator[str]:
     caption = "; ".join(shared(figures, folder))
     yield f"{caption[0].upper()}{caption[1:]}."
     notes: dict[str, list[str]] = {}
+    several = varies(figures, "cards", folder)
     for one in figures:
         if one.note:
-            notes.setdefault(one.note, []).append(place(one))
+            notes.setdefault(one.note, []).append(place(one) + (f" on {one.cards} GPUs" if several else ""))
     for number, (note, places) in enumerate(notes.items()):
         yield ("" if number else "\n") + f"* {' and '.join(places)}: {note}."
 

@@ -200,3 +200,11 @@ def test_a_changed_figure_is_not_in_its_notebook(value: str, peer_value: str) ->
 def test_a_table_that_has_no_figure_is_named() -> None:
     with pytest.raises(ValueError, match="figures: nothing.*expected figures of nothing, found none"):
         pages.filled("<!-- figures: nothing -->\n<!-- end of figures -->", ROOT, recorded())
+
+
+@pytest.mark.parametrize(("cases", "told"), [("flash_tp2", False), ("flash_tp2 flash_tp4", True)])
+def test_a_note_names_the_number_of_gpus_where_a_table_has_several(cases: str, told: bool) -> None:
+    metric = "time per output token, mean"
+    asked = f"<!-- figures: {cases} | {metric} -->\n<!-- end of figures -->"
+    notes = [line for line in pages.filled(asked, ROOT, recorded()).splitlines() if line.startswith("* ")]
+    assert notes and all(("GPUs" in note.partition(": ")[0]) == told for note in notes)
