@@ -92,7 +92,7 @@ def describe(*, target: str, ranks: int, traces: bool) -> str:
         ConfigError: as :func:`asked`.
     """
     if ranks == 1:
-        return "of one rank"
+        return "none, with one rank"
     if planned(target=target, ranks=ranks, traces=traces):
         why = f"{SWITCH}=1" if asked() else f"the default of {ranks} ranks whose GPUs reach each other's memory"
         return f"pushed in passes of up to {capacity(ranks)} tokens, else by SGLang's all-reduce: {why}"

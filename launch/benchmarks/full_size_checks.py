@@ -37,8 +37,8 @@ from nvfp4_sgl.synthetic.random_weights import RandomWeights
 from nvfp4_sgl.synthetic.tiny_config import TinyDraft
 from nvfp4_sgl.targets.requirements import check_draft, check_target
 
-CARDS = {"H200, 141 GB": 139 << 30, "H100, 80 GB": 78 << 30}
-"""Bytes that are free on each of some cards before a server starts."""
+CARDS = {"H200": 139 << 30, "H100 80GB": 78 << 30}
+"""Bytes that are free on a card before a server starts; both have more than the 141 and 80 GB they are sold as."""
 HOST_BYTES_OF_A_RANK = 6 << 30
 """Estimated: host memory of a rank's process, with torch, CUDA and what compiles kernels. Weights are drawn on GPUs."""
 NO_PROMPT_GRAPHS = {"--disable-cuda-graph", "--disable-prefill-cuda-graph"}

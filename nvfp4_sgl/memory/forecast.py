@@ -29,7 +29,7 @@ from nvfp4_sgl.targets.target import Descriptor, descriptor
 GPU_RUNTIME_BYTES = 3 << 29
 """Estimated: CUDA context, compiled kernels and their workspace (18.5 MiB on a B200), NCCL and captured graphs of a
 rank, 1.5 GiB."""
-PROMPTS = "graphs of prompts"
+PROMPTS = "prompt graphs"
 INBOXES = "inboxes of pushed sums"
 GRAPH_LAYER_BYTES = 9 << 17
 """What the driver keeps for a layer's launches in a captured prompt pass: 1.1 MiB, estimated. On H200s eight graphs of

@@ -47,7 +47,7 @@ def describe_sums(model: DeepseekV4ForCausalLM) -> str:
     """The way in which sums over tensor-parallel ranks are formed, in words."""
     share = model.context.parallel
     if share.size == 1:
-        return "of one rank"
+        return "none, with one rank"
     if share.exchange is None:
         return "by SGLang's all-reduce"
     assert model.decoder is not None

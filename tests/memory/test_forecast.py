@@ -347,7 +347,7 @@ def test_fp32_sums_of_w4a4_on_hopper_are_estimated() -> None:
 def test_graphs_of_prompts_are_estimated() -> None:
     """Activations of the largest; scores of a million tokens where those of few decode requests are too few."""
     plain = Setting(1, 256, 1 << 20, 8192, 2, None, 0.1, 0.85)
-    name, chunk = "graphs of prompts", "activations of a prefill chunk"
+    name, chunk = "prompt graphs", "activations of a prefill chunk"
     assert name not in forecast(FLASH_VERIFIED, "sm_90a", plain, None).estimated
     found = forecast(FLASH_VERIFIED, "sm_90a", replace(plain, prompt_tokens=2048), None).estimated
     slots, graphs = 4096 * 8192 * 4, 8
@@ -362,7 +362,7 @@ def test_graphs_of_prompts_take_as_much_as_recorded() -> None:
     """launch/results/flash_tp2_h200.md: 0.96 GB, in servers laid out for 64 requests and for 256."""
     for requests in (64, 256):
         setting = Setting(2, requests, 16384, 8192, 2, None, 0.1, 0.8, prompt_tokens=2048)
-        found = forecast(FLASH_VERIFIED, "sm_90a", setting, None).estimated["graphs of prompts"]
+        found = forecast(FLASH_VERIFIED, "sm_90a", setting, None).estimated["prompt graphs"]
         assert found == pytest.approx(0.96e9, rel=0.03)
 
 
@@ -376,7 +376,7 @@ def test_graphs_of_prompts_hold_what_a_draft_reads(raw: dict[str, Any], each: in
     draft = verified.draft()
     assert draft is not None
     drafted = Setting(1, 48, 1 << 20, 8192, 2, None, 0.1, 0.85, draft=draft.kind, round_tokens=6, prompt_tokens=2048)
-    name = "graphs of prompts"
+    name = "prompt graphs"
     alone = forecast(verified, "sm_90a", replace(drafted, draft=None), None).estimated
     assert forecast(verified, "sm_90a", drafted, None).estimated[name] == alone[name] + 2048 * each
 

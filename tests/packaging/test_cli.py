@@ -183,7 +183,7 @@ def test_doctor_says_how_ranks_sum(
         return status, json.loads(capsys.readouterr().out)
 
     monkeypatch.delenv(pushed_sums.SWITCH, raising=False)
-    for ranks, found in {1: "of one rank", 2: "pushed in passes of up to 32 tokens, else by"}.items():
+    for ranks, found in {1: "none, with one rank", 2: "pushed in passes of up to 32 tokens, else by"}.items():
         status, report = said(ranks)
         assert status == 0 and report["rank_sums"].startswith(found)
         assert (INBOXES in report["memory"]["server"]) is (ranks == 2)

@@ -98,8 +98,8 @@ def test_details_of_drafts_where_something_is_drafted(monkeypatch: pytest.Monkey
     """Other servers take what asks for nothing."""
     details = GENERATION["return_spec_tokens_details"]
     assert details.fault("details", False) is None and details.fault("details", None) is None
-    assert details.fault("details", True) == (
-        "details: nothing is drafted by this server, which needs --speculative-algorithm; leave it out"
+    assert (
+        details.fault("details", True) == "details: this server runs no draft (--speculative-algorithm); leave it out"
     )
     monkeypatch.setattr(fields, "MODES", {"drafting"})
     assert details.fault("details", True) is None and details.fault("details", 1) is not None

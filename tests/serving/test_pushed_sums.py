@@ -263,7 +263,7 @@ def test_inboxes_take_what_is_forecast(ranks: int, tmp_path: Path, monkeypatch: 
         ({}, "0", f"by SGLang's all-reduce: {SWITCH}=0"),
         ({"ranks": 8}, None, f"by SGLang's all-reduce: the default of 8 ranks; {SWITCH}=1 has them push"),
         ({"ranks": 16}, None, "by SGLang's all-reduce: 2, 4 or 8 ranks can push, found 16"),
-        ({"ranks": 1}, None, "of one rank"),
+        ({"ranks": 1}, None, "none, with one rank"),
         ({"target": "sm_100a"}, None, "by SGLang's all-reduce: kernels of sm_90a alone push, found sm_100a"),
         ({"target": "cpu", "ranks": 4}, "0", "by SGLang's all-reduce: kernels of sm_90a alone push, found cpu"),
         ({"traces": True}, None, f"by SGLang's all-reduce: {TRACE} is set"),
@@ -365,7 +365,7 @@ def test_the_server_says_how_it_sums(ranks: int) -> None:
         return runtime_info.describe_sums(served)
 
     plain = said(TensorParallel(0, ranks))
-    assert plain == ("of one rank" if ranks == 1 else "by SGLang's all-reduce")
+    assert plain == ("none, with one rank" if ranks == 1 else "by SGLang's all-reduce")
     exchange = lone_exchange(ranks, 4096, torch.device("meta"))
     if ranks == 1:
         assert exchange is None

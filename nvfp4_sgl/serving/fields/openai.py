@@ -181,7 +181,7 @@ GENERATION: Table = {
     "return_spec_tokens_details": offered(
         boolean(),
         mode=DRAFTING,
-        why="nothing is drafted by this server, which needs --speculative-algorithm; leave it out",
+        why="this server runs no draft (--speculative-algorithm); leave it out",
         harmless=one_of(False),
     ),
     "return_token_ids": offered(boolean()),
