@@ -68,28 +68,45 @@ CLIENT_SECONDS = 300
 def main() -> int:
     parser = shared_options("launch/bench_full", __doc__, ENGINES, "full_size", tp=2, layers=None, tokens=256)
     parser.set_defaults(concurrency=[1, 64])
-    parser.add_argument("--model", choices=["flash", "pro"], default="flash", help="which release; %(default)s")
+    parser.add_argument("--model", choices=["flash", "pro"], default="flash", help="which model (default: %(default)s)")
     parser.add_argument(
-        "--later", type=AT_ONCE, nargs="*", default=[16, 256], help="requests at once, of a second start"
+        "--later",
+        type=AT_ONCE,
+        nargs="*",
+        default=[16, 256],
+        help="further numbers of requests, by a second start (default: 16 256)",
     )
-    parser.add_argument("--long", action="store_true", help=f"also the time to first token of {LONG_PROMPT} tokens")
-    parser.add_argument("--trace", type=AT_ONCE, nargs="*", default=[], help="requests of the traced decode steps")
-    parser.add_argument("--drafts", choices=["mtp", "dspark"], help="draft, with acceptance that is simulated")
+    parser.add_argument(
+        "--long", action="store_true", help=f"also time the first token of a prompt of {LONG_PROMPT} tokens"
+    )
+    parser.add_argument("--trace", type=AT_ONCE, nargs="*", default=[], help="trace decode steps with so many requests")
+    parser.add_argument(
+        "--drafts", choices=["mtp", "dspark"], help="time rounds of this draft, with simulated acceptance"
+    )
     weights = [each.value for each in DraftWeights]
-    parser.add_argument("--draft-weights", choices=weights, help="how ours' draft is stored; nvfp4 by default")
+    parser.add_argument(
+        "--draft-weights", choices=weights, help="nvfp4 or released: how our draft is stored (default: nvfp4)"
+    )
     steps = whole_number(DRAFTED_TOKENS - 1)
-    parser.add_argument("--steps", type=steps, metavar="N", help=f"guesses of an MTP draft; {DRAFT_STEPS} by default")
-    parser.add_argument("--accepted", type=float, metavar="ROWS", help="a round accepts in the mean; 1 by default")
+    parser.add_argument("--steps", type=steps, metavar="N", help=f"guesses of an MTP draft (default: {DRAFT_STEPS})")
     parser.add_argument(
-        "--sampling", choices=["greedy", "top-p"], default="greedy", help="top-p: 0.95 at temperature 1"
+        "--accepted", type=float, metavar="TOKENS", help="mean tokens that a round accepts (default: 1)"
     )
     parser.add_argument(
-        "--stock-sampler", choices=SAMPLERS, default="pytorch", help="stock's --sampling-backend; %(default)s"
+        "--sampling",
+        choices=["greedy", "top-p"],
+        default="greedy",
+        help="top-p: 0.95 at temperature 1 (default: greedy)",
     )
-    parser.add_argument("--stock-cache", type=Path, metavar="DIR", help="keeps the kernels that stock compiles")
-    parser.add_argument("--radix-cache", action="store_true", help="keep the cache of prefixes, which is off otherwise")
+    parser.add_argument(
+        "--stock-sampler", choices=SAMPLERS, default="pytorch", help="stock's --sampling-backend (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stock-cache", type=Path, metavar="DIR", help="where stock keeps the kernels that it compiles"
+    )
+    parser.add_argument("--radix-cache", action="store_true", help="leave the prefix cache on, which is off otherwise")
     parser.add_argument("--record", type=Path, metavar="FILE", help="also write the figures to this new file")
-    parser.add_argument("--fresh", action="store_true", help="measure anew what an earlier run has left in OUT")
+    parser.add_argument("--fresh", action="store_true", help="ignore the results of an earlier run in OUT")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and the forecast; needs no GPU")
     arguments = parsed(parser, ENGINES)
     try:
@@ -159,15 +176,15 @@ def shared_options(
 ) -> argparse.ArgumentParser:
     """The options of a benchmark of several servers, one after the other; ``tp`` and so on are their defaults."""
     parser = argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0])
-    parser.add_argument("servers", nargs="*", default=list(servers), help="which of its two servers; both unless given")
+    parser.add_argument("servers", nargs="*", default=list(servers), help="which of the two servers (default: both)")
     parser.add_argument("--tp", type=whole_number(MAX_RANKS), default=tp, metavar="N", help="tensor-parallel size")
-    parser.add_argument("--layers", type=whole_number(MAX_LAYERS), default=layers, help="the model's first layers")
+    parser.add_argument("--layers", type=whole_number(MAX_LAYERS), default=layers, help="serve only the first layers")
     parser.add_argument("--concurrency", type=AT_ONCE, nargs="*", default=[1, 16, 64], help="requests at once")
-    parser.add_argument("--prompt", type=LENGTH, default=1024, help="tokens of a request")
-    parser.add_argument("--tokens", type=LENGTH, default=tokens, help="tokens of its answer")
+    parser.add_argument("--prompt", type=LENGTH, default=1024, help="tokens of a prompt (default: 1024)")
+    parser.add_argument("--tokens", type=LENGTH, default=tokens, help="tokens of an answer")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / folder, metavar="OUT", help="logs and results")
     parser.add_argument(
-        "--port", type=whole_number(65535, least=0), default=0, help="of the servers; a free one by default"
+        "--port", type=whole_number(65535, least=0), default=0, help="of the servers (default: a free one)"
     )
     parser.add_argument("--flags", default="", help="more flags of both servers: --flags='--a 1 --b'")
     return parser

@@ -95,12 +95,10 @@ def families(names: list[str]) -> Iterator[tuple[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_kernels")
-    parser.add_argument("families", nargs="*")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain it")
-    parser.add_argument(
-        "--without", metavar="TEXT", help="leave out peers whose names contain it, e.g. nvcc: those that it compiles"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
+    parser.add_argument("families", nargs="*", help="modules of launch/benchmarks/families (default: all)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="measure only cases whose names contain it")
+    parser.add_argument("--without", metavar="TEXT", help="leave out peers whose names contain it, such as nvcc")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the times here, as JSON")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_kernels: no CUDA device; it measures, and measures nothing without one")

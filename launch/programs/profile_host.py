@@ -376,13 +376,19 @@ def run(args: argparse.Namespace, folder: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/profile_host", description="Where the host's time of a step goes.")
-    parser.add_argument("--layers", type=int, default=4, metavar="N", help="of the model (%(default)s)")
-    parser.add_argument("--tp", type=int, nargs="+", default=[1], metavar="N", help="sizes of tensor parallelism (1)")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16], metavar="N", help="at once (1 16)")
-    parser.add_argument("--drafts", choices=["mtp", "dspark"], help="rounds of this draft, instead of steps")
-    parser.add_argument("--seconds", type=float, default=DECODE_SECONDS, help="of a window (%(default)s)")
-    parser.add_argument("--py-spy", type=Path, metavar="DIR", help="record rank 0's Python functions there, too")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report here, too")
+    parser.add_argument("--layers", type=int, default=4, metavar="N", help="layers of the model (%(default)s)")
+    parser.add_argument(
+        "--tp", type=int, nargs="+", default=[1], metavar="N", help="tensor-parallel sizes, one server each (1)"
+    )
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16], metavar="N", help="requests at once (1 16)")
+    parser.add_argument(
+        "--drafts", choices=["mtp", "dspark"], help="time rounds of this draft, instead of decode steps"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=DECODE_SECONDS, help="how long each case is measured (%(default)s)"
+    )
+    parser.add_argument("--py-spy", type=Path, metavar="DIR", help="also write a py-spy profile of rank 0 there")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the report here")
     args = parser.parse_args()
     if args.py_spy is not None and shutil.which("py-spy") is None:
         parser.error("--py-spy: needs the program py-spy on PATH, found none; run: pip install py-spy")
