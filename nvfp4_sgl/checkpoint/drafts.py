@@ -80,11 +80,11 @@ class Draft:
 
     def describe(self) -> str:
         """Kind, storage, size and flag, in words."""
-        shape = "one block" if self.block is None else f"stages {self.stages}, tokens at once {self.block}"
-        words = f"{self.kind}, {shape}: {self.tensors} tensors, matrices {self.stored}, {self.nbytes / 1e6:,.2f} MB"
+        shape = "one block" if self.block is None else f"{self.stages} stages, blocks of {self.block} tokens"
+        words = f"{self.kind}, {shape}: {self.tensors} tensors, {self.nbytes / 1e6:,.2f} MB; matrices: {self.stored}"
         if self.not_read:
-            words += f" ({', '.join(self.not_read)} not read)"
-        return f"{words}, for --speculative-algorithm {self.kind.algorithm}"
+            words += f"; not read: {', '.join(self.not_read)}"
+        return f"{words}; for --speculative-algorithm {self.kind.algorithm}"
 
 
 def draft_kind(inventory: Inventory) -> DraftKind | None:

@@ -104,12 +104,12 @@ def test_random_drafts_are_stored_as_their_exporter_stores_them(
 
 SAID: dict[TinyDraft, tuple[str, dict[str, Any]]] = {
     TinyDraft.MTP: (
-        "MTP, one block: 47 tensors, matrices 28 in plain, 3.37 MB, for --speculative-algorithm EAGLE",
+        "MTP, one block: 47 tensors, 3.37 MB; matrices: 28 in plain; for --speculative-algorithm EAGLE",
         {"algorithm": "EAGLE", "stages": 1, "block": None, "not_read": []},
     ),
     TinyDraft.DSPARK: (
-        "DSpark, stages 3, tokens at once 5: 126 tensors, matrices 79 in plain, 9.70 MB"
-        " (mtp.2.confidence_head.proj.weight not read), for --speculative-algorithm DSPARK",
+        "DSpark, 3 stages, blocks of 5 tokens: 126 tensors, 9.70 MB; matrices: 79 in plain"
+        "; not read: mtp.2.confidence_head.proj.weight; for --speculative-algorithm DSPARK",
         {"algorithm": "DSPARK", "stages": 3, "block": 5, "not_read": ["mtp.2.confidence_head.proj.weight"]},
     ),
 }
