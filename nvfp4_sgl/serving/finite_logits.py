@@ -84,11 +84,11 @@ def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) ->
             f"the logits for position {position} (token {said} of the answer) are NaN or infinite;"
             " only this request has failed; send it again, and see docs/troubleshooting.md if it fails every time"
         )
-        if said <= (least := request_state.least_tokens_under_a_grammar(request)):
+        if said <= (least := request_state.least_tokens_of_few(request)):
             words = (
-                f"min_new_tokens: found {least}, and a grammar that allows nothing but the end for position {position}"
-                f" (token {said} of the answer), or NaN or infinite logits. Only this request has failed; send fewer,"
-                " or a grammar of longer answers"
+                f"min_new_tokens: found {least}, and a grammar or stop_token_ids that allow nothing but the end for"
+                f" position {position} (token {said} of the answer), or NaN or infinite logits. Only this request has"
+                " failed; send fewer, a grammar of longer answers, or fewer stop_token_ids"
             )
         request_state.fail(request, words)
         setattr(request, _MARK, True)

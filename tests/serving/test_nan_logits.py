@@ -120,7 +120,13 @@ def test_what_becomes_of_a_failed_request() -> None:
         return any(not 0 <= token < 500 for token in tokens)
 
     def scheduled(*answer: int) -> SimpleNamespace:
-        return SimpleNamespace(origin_input_ids=[7] * 20, output_ids=[*answer], return_logprob=True, grammar=None)
+        return SimpleNamespace(
+            origin_input_ids=[7] * 20,
+            output_ids=[*answer],
+            return_logprob=True,
+            grammar=None,
+            sampling_params=SimpleNamespace(min_new_tokens=5, stop_token_ids=None),
+        )
 
     failed, well = scheduled(3, 4, FAILED), scheduled(3, 4, 5)
     assert check_token_ids(outside, failed, [FAILED]) and not check_token_ids(outside, well, [5])
@@ -131,19 +137,21 @@ def test_what_becomes_of_a_failed_request() -> None:
     assert failed.output_ids == [3, 4, 0] and failed.skip_radix_cache_insert and not failed.return_logprob
 
 
+@pytest.mark.parametrize(("grammar", "stops"), [(object(), None), (None, {1, 2})], ids=["grammar", "stop_token_ids"])
 @pytest.mark.parametrize(("least", "named"), [(3, True), (2, False), (0, False)])
-def test_a_grammar_that_ends_before_the_least_tokens(least: int, named: bool) -> None:
-    """The third token's mask leaves the end alone, which ``min_new_tokens`` holds back: the error names the field."""
+def test_an_end_before_the_least_tokens(least: int, named: bool, grammar: Any, stops: set[int] | None) -> None:
+    """Of the third token the end alone is left, which ``min_new_tokens`` holds back: the error names the field."""
     request: Any = SimpleNamespace(
         origin_input_ids=[7] * 20,
         output_ids=[3, 4, FAILED],
         return_logprob=True,
-        grammar=object(),
-        sampling_params=SimpleNamespace(min_new_tokens=least),
+        grammar=grammar,
+        sampling_params=SimpleNamespace(min_new_tokens=least, stop_token_ids=stops),
     )
     assert check_token_ids(lambda *_: True, request, [FAILED])
     message = request.finished_reason.to_json()["message"]
-    assert message.startswith(f"min_new_tokens: found {least}, and a grammar that allows nothing but the end") == named
+    words = f"min_new_tokens: found {least}, and a grammar or stop_token_ids that allow nothing but the end"
+    assert message.startswith(words) == named
     assert "position 22 (token 3 of the answer)" in message and "only this request has failed" in message.lower()
 
 

@@ -27,9 +27,10 @@ def fail(request: Any, message: str) -> None:
     request.return_logprob = False
 
 
-def least_tokens_under_a_grammar(request: Any) -> int:
-    """``min_new_tokens`` of ``request`` if it has a grammar, which may allow nothing but the end sooner; else 0."""
-    return 0 if request.grammar is None else int(request.sampling_params.min_new_tokens)
+def least_tokens_of_few(request: Any) -> int:
+    """``min_new_tokens`` of ``request`` if a grammar or ``stop_token_ids`` may leave nothing but the end; else 0."""
+    params = request.sampling_params
+    return int(params.min_new_tokens) if request.grammar is not None or params.stop_token_ids else 0
 
 
 @contextlib.contextmanager
