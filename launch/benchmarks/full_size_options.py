@@ -52,7 +52,7 @@ def complete(arguments: argparse.Namespace) -> None:
     model, rows = model_of(arguments), rows_of_a_round(arguments)
     if arguments.drafts and not 1 <= arguments.accepted <= rows:
         found.append(
-            f"--accepted {arguments.accepted:g}: expected 1 to {rows}, the rows of a round: its guesses and one"
+            f"--accepted {arguments.accepted:g}: expected 1 to {rows}, a round's verified tokens: its guesses and one"
         )
     if arguments.layers is not None and arguments.layers > model.layers:
         found.append(f"--layers {arguments.layers}: expected 1 to {model.layers}, those of {model.name}")

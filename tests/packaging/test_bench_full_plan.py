@@ -374,7 +374,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "a server twice": ("ours ours", "ours ours: expected each server once"),
     "steps alone": ("--steps 2", "--steps 2: expected --drafts mtp, too"),
     "steps of a block": ("--drafts dspark --steps 3", "--steps 3: expected --drafts mtp, too"),
-    "more rows than a block": ("--drafts dspark --accepted 6.5", "--accepted 6.5: expected 1 to 6, the rows of a"),
+    "more rows than a block": ("--drafts dspark --accepted 6.5", "--accepted 6.5: expected 1 to 6, a round's"),
     "weights of no draft": ("--draft-weights released", "--draft-weights released: expected --drafts, too; add it"),
     "weights of stock's": (
         "stock --drafts mtp --draft-weights released", "--draft-weights released: expected ours among the servers"
@@ -385,9 +385,9 @@ WRONG: dict[str, tuple[str, str]] = {
     "ours' sampler": ("--flags=--sampling-backend=flashinfer", "--flags: expected no --sampling-backend, for which"),
     "acceptance alone": ("--accepted 2", "--accepted 2: expected --drafts, too; add it"),
     "more steps": ("--drafts mtp --steps 10", "argument --steps: expected a whole number from 1 to 9, found '10'"),
-    "no rows": ("--drafts mtp --accepted 0", "--accepted 0: expected 1 to 4, the rows of a round"),
-    "more rows": ("--drafts mtp --steps 1 --accepted 2.5", "--accepted 2.5: expected 1 to 2, the rows of a round"),
-    "no number of rows": ("--drafts mtp --accepted nan", "--accepted nan: expected 1 to 4, the rows of a round"),
+    "no rows": ("--drafts mtp --accepted 0", "--accepted 0: expected 1 to 4, a round's verified tokens"),
+    "more rows": ("--drafts mtp --steps 1 --accepted 2.5", "--accepted 2.5: expected 1 to 2, a round's"),
+    "no number of rows": ("--drafts mtp --accepted nan", "--accepted nan: expected 1 to 4, a round's verified tokens"),
     "other ranks": ("--flags=--tp-size=4", "--flags: expected no --tp-size, for which there is --tp"),
     "other steps": ("--drafts mtp --flags=--speculative-num-steps=5", "--flags: expected no --speculative-num-steps"),
     "no fraction": ("--flags=--mem-fraction-static=x", "--mem-fraction-static: expected a number above 0 and below 1"),

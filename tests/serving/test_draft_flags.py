@@ -103,7 +103,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
 def test_simulated_acceptance_is_said(simulate: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
     simulate("2.5")
     checks.check_flags(NOTHING | EAGLE)
-    assert "SIMULATED ACCEPTANCE (SGLANG_SIMULATE_ACC_LEN): a round accepts 2.5 rows" in caplog.text
+    assert "SIMULATED ACCEPTANCE (SGLANG_SIMULATE_ACC_LEN): a round accepts 2.5 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["4.5", "0.5", "half", "nan", "inf"])
@@ -144,8 +144,8 @@ def test_simulated_acceptance_of_dspark(
     simulate("6")
     checks.check_flags(given)
     checks.check_draft(given, checkpoints["dspark"], "cpu", {})
-    assert "a round accepts 6 rows" in caplog.text
-    with pytest.raises(ConfigError, match=f"^{simulated.SIMULATED}=6: expected 1 to 3, the rows of a round"):
+    assert "a round accepts 6 tokens" in caplog.text
+    with pytest.raises(ConfigError, match=f"^{simulated.SIMULATED}=6: expected 1 to 3, a round's verified tokens"):
         checks.check_draft(given | {"speculative_dspark_block_size": 2}, checkpoints["dspark"], "cpu", {})
 
 

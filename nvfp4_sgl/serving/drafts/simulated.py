@@ -47,14 +47,14 @@ def check_simulated(rows: int) -> None:
     """
     value = simulated_length()
     if value is not None and not 1 <= value <= rows:
-        raise ConfigError(f"{SIMULATED}={value:g}: expected 1 to {rows}, the rows of a round; unset it")
+        raise ConfigError(f"{SIMULATED}={value:g}: expected 1 to {rows}, a round's verified tokens; unset it")
     if value is not None:
         for variable, way in WAYS.items():
             given = os.environ.get(variable) or way
             if given != way:
                 raise UnsupportedError(f"{variable}={given}: expected {way}, no other way is implemented; unset it")
         logger.warning(
-            "nvfp4_sgl: SIMULATED ACCEPTANCE (%s): a round accepts %g rows, whatever the model answers: answers mean"
+            "nvfp4_sgl: SIMULATED ACCEPTANCE (%s): a round accepts %g tokens, whatever the model answers: answers mean"
             " nothing; unset it for anything but a measurement",
             SIMULATED, value,
         )  # fmt: skip
