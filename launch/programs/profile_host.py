@@ -116,7 +116,9 @@ class Profile:
 
     def lines(self) -> Iterator[str]:
         """The report."""
-        yield f"{self.requests} requests: {self.step:,.0f} us a {self.unit}"
+        from nvfp4_sgl.reports.inspection import counted
+
+        yield f"{counted(self.requests, 'request')}: {self.step:,.0f} us a {self.unit}"
         for name, words in STAGES.items():
             if (us := self.stages.get(name, 0.0)) >= 0.5:
                 yield f"  {words:24} {us:10,.0f} us {us / self.step:6.1%}"
@@ -126,7 +128,7 @@ class Profile:
         ranks = [dict(zip(self.own, times, strict=True)) for times in zip(*self.own.values(), strict=True)]
         slowest = max(ranks, key=lambda parts: sum(parts.values()))
         own, graphs = sum(slowest.values()), "graph" if len(slowest) == 1 else "graphs"
-        yield f"  {f'own time of its {graphs}':24} {own:10,.0f} us, of the slowest of {len(ranks)} ranks"
+        yield f"  {f'own time of its {graphs}':24} {own:10,.0f} us, of the slowest of {counted(len(ranks), 'rank')}"
         if len(slowest) > 1:
             for words, us in slowest.items():
                 yield f"    {words:22} {us:10,.0f} us"
@@ -331,12 +333,13 @@ def served(folder: Path, layers: int, drafts: str | None, *, on_gpu: bool) -> Se
 
 def run(args: argparse.Namespace, folder: Path) -> list[str]:
     """Serve and measure at each number of ranks; the report."""
+    from nvfp4_sgl.reports.inspection import counted
     from nvfp4_sgl.targets.choose import detect_target
     from nvfp4_sgl.targets.target import descriptor
 
     on_gpu = descriptor(detect_target()).on_gpu
     model = served(folder / "checkpoint", args.layers, args.drafts, on_gpu=on_gpu)
-    what = f"{args.layers} layers" + (f", {args.drafts} drafts" if args.drafts else "")
+    what = counted(args.layers, "layer") + (f", {args.drafts} drafts" if args.drafts else "")
     said = [] if on_gpu else ["no GPU: a tiny model on the CPU; its times say nothing of a GPU's"]
     for ranks in args.tp:
         replays = folder / f"replays-{ranks}"
