@@ -160,19 +160,19 @@ def read_json(path: Path, error: type[ConfigError] | type[CheckpointError], limi
         raw = path.read_bytes()
     except OSError as problem:
         raise error(f"{path}: cannot be read ({os.strerror(problem.errno or 0)})") from problem
-    return parse_json(raw, str(path), error)
+    return parse_json(raw, str(path), error, fetch_again(path, "fetch it again, or correct it"))
 
 
-def parse_json(raw: bytes, where: str, error: type[ConfigError] | type[CheckpointError]) -> Any:
-    """The value of a JSON text; ``error`` names ``where`` it came from."""
+def parse_json(raw: bytes, where: str, error: type[ConfigError] | type[CheckpointError], remedy: str) -> Any:
+    """The value of a JSON text; ``error`` names ``where`` it came from, and the ``remedy`` if it is damaged."""
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except RecursionError:
-        raise error(f"{where}: not valid JSON (nested too deeply)") from None
+        raise error(f"{where}: not valid JSON (nested too deeply); {remedy}") from None
     except ValueError as problem:  # JSONDecodeError and UnicodeDecodeError, too; numbers of thousands of digits
         if kind := foreign_kind(raw[:256]):
             raise error(f"{where}: not valid JSON: {kind}") from None
-        raise error(f"{where}: not valid JSON ({str(problem)[:SHOWN_CHARACTERS]})") from problem
+        raise error(f"{where}: not valid JSON ({str(problem)[:SHOWN_CHARACTERS]}); {remedy}") from problem
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

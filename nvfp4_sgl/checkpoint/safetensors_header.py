@@ -57,10 +57,7 @@ def read_header(file: Path) -> list[Entry]:
             length = int.from_bytes(prefix, "little")
             if len(prefix) < LENGTH_BYTES or length > size - LENGTH_BYTES:
                 expected = LENGTH_BYTES + (length if len(prefix) == LENGTH_BYTES else 0)
-                raise CheckpointError(
-                    f"{file}: truncated: expected at least {expected} bytes for the header, found {size};"
-                    f" {fetch_again(file)}"
-                )
+                raise _damaged(file, f"truncated: expected at least {expected} bytes for the header, found {size}")
             if length > MAX_HEADER_BYTES:
                 raise CheckpointError(
                     f"{file}: not a safetensors file: expected a header of at most {MAX_HEADER_BYTES} bytes,"
@@ -69,9 +66,9 @@ def read_header(file: Path) -> list[Entry]:
             text = stream.read(length)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
-    header = parse_json(text, f"{file}: safetensors header", CheckpointError)
+    header = parse_json(text, f"{file}: safetensors header", CheckpointError, fetch_again(file))
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: safetensors header: expected a JSON object, found {type(header).__name__}")
+        raise _damaged(file, f"safetensors header: expected a JSON object, found {type(header).__name__}")
     header.pop("__metadata__", None)
     start = LENGTH_BYTES + length
     entries = [_entry(file, name, fields, start) for name, fields in header.items()]
@@ -80,10 +77,14 @@ def read_header(file: Path) -> list[Entry]:
     return entries
 
 
+def _damaged(file: Path, message: str) -> CheckpointError:
+    return CheckpointError(f"{file}: {message}; {fetch_again(file)}")
+
+
 def _entry(file: Path, name: str, fields: object, start: int) -> Entry:
     if len(name) > MAX_NAME:
-        raise CheckpointError(
-            f"{file}: safetensors header: expected names of at most {MAX_NAME} characters, found {shown(name)}"
+        raise _damaged(
+            file, f"safetensors header: expected names of at most {MAX_NAME} characters, found {shown(name)}"
         )
     try:
         dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]  # type: ignore[index]
@@ -91,28 +92,31 @@ def _entry(file: Path, name: str, fields: object, start: int) -> Entry:
     except (TypeError, KeyError, ValueError):
         well_formed = False
     if not well_formed:
-        raise CheckpointError(
-            f"{file}: tensor '{name}': expected dtype, shape and data_offsets in the header, found {shown(fields)}"
+        raise _damaged(
+            file, f"tensor '{name}': expected dtype, shape and data_offsets in the header, found {shown(fields)}"
         )
     if dtype not in ITEM_BYTES:
         raise CheckpointError(
             f"{file}: tensor '{name}': unknown dtype {shown(dtype)}; expected one of {', '.join(ITEM_BYTES)}"
         )
     if len(shape) > MAX_RANK or any(type(one) is not int or not 0 <= one <= MAX_SIZE for one in shape):
-        raise CheckpointError(
-            f"{file}: tensor '{name}': expected a shape of at most {MAX_RANK} non-negative integers, each at most"
-            f" {MAX_SIZE}, found {shown(shape)}"
+        raise _damaged(
+            file,
+            f"tensor '{name}': expected a shape of at most {MAX_RANK} non-negative integers, each at most {MAX_SIZE},"
+            f" found {shown(shape)}",
         )
     if not 0 <= begin <= end <= MAX_SIZE:
-        raise CheckpointError(
-            f"{file}: tensor '{name}': expected data_offsets from 0 to {MAX_SIZE}, the first not beyond the second,"
-            f" found [{shown(begin)}, {shown(end)}]"
+        raise _damaged(
+            file,
+            f"tensor '{name}': expected data_offsets from 0 to {MAX_SIZE}, the first not beyond the second, found"
+            f" [{shown(begin)}, {shown(end)}]",
         )
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if end - begin != nbytes:
-        raise CheckpointError(
-            f"{file}: tensor '{name}': {dtype} {shown(shape)} takes {shown(nbytes)} bytes, but data_offsets"
-            f" [{shown(begin)}, {shown(end)}] hold {shown(end - begin)}"
+        raise _damaged(
+            file,
+            f"tensor '{name}': {dtype} {shown(shape)} takes {shown(nbytes)} bytes, but data_offsets [{shown(begin)},"
+            f" {shown(end)}] hold {shown(end - begin)}",
         )
     return Entry(name, file, dtype, tuple(shape), start + begin, nbytes)
 
@@ -122,12 +126,11 @@ def _check_layout(file: Path, entries: list[Entry], start: int, size: int) -> No
     for entry in entries:
         if entry.offset != position:
             what = "a hole" if entry.offset > position else "an overlap"
-            raise CheckpointError(
-                f"{file}: tensor '{entry.name}': {what} in the data: expected it at byte {position},"
-                f" found {entry.offset}"
+            raise _damaged(
+                file, f"tensor '{entry.name}': {what} in the data: expected it at byte {position}, found {entry.offset}"
             )
         position += entry.nbytes
     if size < position:
-        raise CheckpointError(f"{file}: truncated: expected {position} bytes, found {size}; {fetch_again(file)}")
+        raise _damaged(file, f"truncated: expected {position} bytes, found {size}")
     if size > position:
-        raise CheckpointError(f"{file}: expected {position} bytes, found {size}: data that no tensor accounts for")
+        raise _damaged(file, f"expected {position} bytes, found {size}: data that no tensor accounts for")

@@ -101,7 +101,7 @@ def test_config(damaged: Path, name: str) -> None:
 
 
 TEXTS: dict[str, tuple[bytes, tuple[str, ...]]] = {
-    "deep": (b"[" * 200_000, ("nested too deeply",)),
+    "deep": (b"[" * 200_000, ("nested too deeply", "fetch it again, or correct it")),
     "deep in an object": (b'{"a":' * 100_000, ("nested too deeply",)),
     "number of 5000 digits": (b'{"hidden_size": ' + b"9" * 5000 + b"}", ("not valid JSON",)),
     "NaN": (b'{"swiglu_limit": NaN}', ("NaN",)),
@@ -109,7 +109,7 @@ TEXTS: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "field twice, deep inside": (b'{"a": [{"b": {"c": 1, "c": 1}}]}', ("there twice: 'c'",)),
     "long field twice": (b'{"%s": 1, "%s": 2}' % (b"x" * 10**6, b"x" * 10**6), ("there twice",)),
     "no UTF-8": (b'{"a": "\xff"}', ("not valid JSON",)),
-    "empty": (b"", ("not valid JSON",)),
+    "empty": (b"", ("not valid JSON", "fetch it again, or correct it")),
     "git-lfs pointer": (LFS, ("git-lfs pointer", "git lfs pull")),
     "web page": (b"<!DOCTYPE html><html>404</html>", ("web page", "fetch")),
     "list": (b"[1, 2]", ("object",)),
@@ -254,10 +254,10 @@ def test_variants_that_load(damaged: Path, name: str) -> None:
 
 
 def test_json_of_a_file_is_what_it_says() -> None:
-    assert parse_json(b'{"a": [1, 2.5, null]}', "x", ConfigError) == {"a": [1, 2.5, None]}
+    assert parse_json(b'{"a": [1, 2.5, null]}', "x", ConfigError, "fetch it") == {"a": [1, 2.5, None]}
     assert foreign_kind(b"\x10\x00\x00\x00\x00\x00\x00\x00{}") is None
-    with pytest.raises(CheckpointError, match="x: not valid JSON"):
-        parse_json(b"{", "x", CheckpointError)
+    with pytest.raises(CheckpointError, match=r"x: not valid JSON \(.*\); fetch it"):
+        parse_json(b"{", "x", CheckpointError, "fetch it")
 
 
 @pytest.mark.parametrize("given", ["", "snapshots", "blobs"])
