@@ -166,6 +166,7 @@ def test_an_abort_does_not_hide_the_id() -> None:
             to_finish="abort",
             finished=lambda: ended,
             grammar=None,
+            sampling_params=SimpleNamespace(min_new_tokens=0, stop_token_ids=None),
         )
         request._check_vocab_boundary_finish = lambda tokens: check_token_ids(
             lambda _, tokens: min(tokens, default=0) < 0, request, tokens
