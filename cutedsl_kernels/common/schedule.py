@@ -20,7 +20,7 @@ from .fixed import Fixed
 from .shape import WARP_LANES
 
 EXPERTS_PER_LANE = MAX_GEMM_EXPERTS // WARP_LANES
-FIRST_TILES = EXPERTS_PER_LANE * (WARP_LANES + 1)
+OFFSETS = EXPERTS_PER_LANE * (WARP_LANES + 1)
 """Words between a table of all experts and the next."""
 
 
@@ -81,8 +81,8 @@ class GroupedSchedule(Fixed):
         offsets: int32 global tensor [experts]: first row of each expert, a multiple of ``token_tile``.
         counts: int32 global tensor [experts]: rows of each expert; may be 0.
         table: int32 shared tensor [``GemmShape.expert_words``]: rows of blocks before each run and in all; at
-            ``_word``, those before each expert, and FIRST_TILES further its offset, unless ``offsets`` is read again.
-        keeps_first_tiles: whether the table has offsets.
+            ``_word``, those before each expert, and OFFSETS further its offset, unless ``offsets`` is read again.
+        keeps_offsets: whether the table has offsets.
     """
 
     place: Place
@@ -92,7 +92,7 @@ class GroupedSchedule(Fixed):
     offsets: Any
     counts: Any
     table: Any
-    keeps_first_tiles: bool = True
+    keeps_offsets: bool = True
 
     def total(self) -> Any:
         """Number of blocks; after ``prepare`` and a barrier."""
@@ -131,8 +131,8 @@ class GroupedSchedule(Fixed):
         self.table[lane] = before
         for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
             self.table[self._word(lane, i)] = before + befores[i]
-            if cutlass.const_expr(self.keeps_first_tiles):
-                self.table[self._word(lane, i) + FIRST_TILES] = offsets[i]
+            if cutlass.const_expr(self.keeps_offsets):
+                self.table[self._word(lane, i) + OFFSETS] = offsets[i]
 
     @cute.jit
     def locate(self, block: Int32):
@@ -155,8 +155,8 @@ class GroupedSchedule(Fixed):
         inside = Boolean(True)
         if cutlass.const_expr(self.place.tokens > 1):
             inside = token_tile * self.token_tile < self.counts[expert]
-        if cutlass.const_expr(self.keeps_first_tiles):
-            offset = self.table[word + FIRST_TILES]
+        if cutlass.const_expr(self.keeps_offsets):
+            offset = self.table[word + OFFSETS]
         else:
             offset = self.offsets[expert]
         first_tile = offset >> _log2(self.token_tile)

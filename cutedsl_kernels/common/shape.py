@@ -45,9 +45,9 @@ MAX_SPLIT_TILE = 64
 SPLIT_CHUNK = 8
 """Tokens of a unit of work of the split-K reduction."""
 EXPERT_TABLE_WORDS = 33 + MAX_GEMM_EXPERTS // 32 * 33
-"""What a grouped kernel keeps of its experts in shared memory (schedule.py): blocks before each."""
-FIRST_TILE_WORDS = MAX_GEMM_EXPERTS // 32 * 33
-"""What most keep beside that: each expert's first token tile."""
+"""What a grouped kernel keeps of its experts in shared memory (schedule.py): rows of blocks before each."""
+OFFSET_WORDS = MAX_GEMM_EXPERTS // 32 * 33
+"""What most keep beside that: each expert's offset."""
 
 Output = Literal["bf16", "fp32", "nvfp4"]
 """What the epilogue writes. "nvfp4" is codes and swizzled block scales with a constant global scale."""
@@ -181,8 +181,8 @@ class GemmShape(ABC):
         """Bytes of all but the stages; an upper bound."""
 
     @property
-    def keeps_first_tiles(self) -> bool:
-        """Whether the table of experts has their first token tiles; else they are read again for each tile."""
+    def keeps_offsets(self) -> bool:
+        """Whether the table of experts has their offsets; else one is read again for each tile."""
         return True
 
     @property
@@ -190,7 +190,7 @@ class GemmShape(ABC):
         """The table of experts of a grouped kernel."""
         if not self.grouped:
             return 0
-        return EXPERT_TABLE_WORDS + (FIRST_TILE_WORDS if self.keeps_first_tiles else 0)
+        return EXPERT_TABLE_WORDS + (OFFSET_WORDS if self.keeps_offsets else 0)
 
     @property
     def expert_bytes(self) -> int:

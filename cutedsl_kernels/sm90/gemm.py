@@ -199,7 +199,7 @@ class W4A16Gemm(Gemm):
             schedule = GroupedSchedule(
                 place, feature_tiles, shape.token_tile, groups,
                 cute.make_tensor(offsets, per_expert), cute.make_tensor(counts, per_expert),
-                storage.experts.get_tensor(cute.make_layout(shape.expert_words)), shape.keeps_first_tiles,
+                storage.experts.get_tensor(cute.make_layout(shape.expert_words)), shape.keeps_offsets,
             )  # fmt: skip
             if warp == 0:
                 schedule.prepare(thread)

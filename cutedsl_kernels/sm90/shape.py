@@ -174,7 +174,7 @@ class KernelShape(GemmShape):
         return self.trims and self.token_tile > LOAD_TOKENS
 
     @property
-    def keeps_first_tiles(self) -> bool:
+    def keeps_offsets(self) -> bool:
         return not self._is_widest
 
     @property
