@@ -1,4 +1,4 @@
-"""Sizes that kernels take and what sampling takes, for checks before any weight is read, too. Imports nothing.
+"""Sizes that kernels take and values that sampling takes, also for checks before weights are read. Imports nothing.
 
 Headers are inspected without torch, which every kernel imports. A name says what it bounds; unlike things with an equal
 bound have a name each.

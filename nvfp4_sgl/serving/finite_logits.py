@@ -84,7 +84,7 @@ def check_token_ids(original: Callable[..., bool], request: Any, tokens: Any) ->
             f"the logits for position {position} (token {said} of the answer) are NaN or infinite;"
             " only this request has failed; send it again, and see docs/troubleshooting.md if it fails every time"
         )
-        if said <= (least := request_state.least_tokens_of_few(request)):
+        if said <= (least := request_state.min_new_tokens_of_restricted(request)):
             words = (
                 f"min_new_tokens: found {least}, and a grammar or stop_token_ids that allow nothing but the end for"
                 f" position {position} (token {said} of the answer), or NaN or infinite logits. Only this request has"

@@ -140,7 +140,7 @@ def test_what_becomes_of_a_failed_request() -> None:
 @pytest.mark.parametrize(("grammar", "stops"), [(object(), None), (None, {1, 2})], ids=["grammar", "stop_token_ids"])
 @pytest.mark.parametrize(("least", "named"), [(3, True), (2, False), (0, False)])
 def test_an_end_before_the_least_tokens(least: int, named: bool, grammar: Any, stops: set[int] | None) -> None:
-    """Of the third token the end alone is left, which ``min_new_tokens`` holds back: the error names the field."""
+    """The third token may only be the end, which ``min_new_tokens`` forbids: the error names the field."""
     request: Any = SimpleNamespace(
         origin_input_ids=[7] * 20,
         output_ids=[3, 4, FAILED],

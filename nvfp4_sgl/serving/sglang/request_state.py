@@ -27,8 +27,8 @@ def fail(request: Any, message: str) -> None:
     request.return_logprob = False
 
 
-def least_tokens_of_few(request: Any) -> int:
-    """``min_new_tokens`` of ``request`` if a grammar or ``stop_token_ids`` may leave nothing but the end; else 0."""
+def min_new_tokens_of_restricted(request: Any) -> int:
+    """``min_new_tokens`` of a request with a grammar or ``stop_token_ids``, which may leave only the end; else 0."""
     params = request.sampling_params
     return int(params.min_new_tokens) if request.grammar is not None or params.stop_token_ids else 0
 
