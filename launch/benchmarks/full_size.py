@@ -27,7 +27,7 @@ from benchmarks import decode_trace, start
 from benchmarks.client import Client, started
 from benchmarks.decode_trace import Gemms
 from benchmarks.full_size_checks import CARDS, Machine, assumed, plan_lines, problems
-from benchmarks.full_size_options import complete
+from benchmarks.full_size_options import complete, fill_in
 from benchmarks.full_size_plan import (
     ADMIN_KEY,
     ENGINES,
@@ -66,6 +66,19 @@ CLIENT_SECONDS = 300
 
 
 def main() -> int:
+    parser = options()
+    arguments = parsed(parser, ENGINES)
+    try:
+        complete(arguments)
+        if arguments.record is not None:
+            check_record(arguments, parser)
+        return planned(arguments) if arguments.dry_run else run(arguments, parser)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def options() -> argparse.ArgumentParser:
+    """All options of ``launch/bench_full``."""
     parser = shared_options("launch/bench_full", __doc__, ENGINES, "full_size", tp=2, layers=None, tokens=256)
     parser.set_defaults(concurrency=[1, 64])
     parser.add_argument("--model", choices=["flash", "pro"], default="flash", help="which model (default: %(default)s)")
@@ -108,14 +121,17 @@ def main() -> int:
     parser.add_argument("--record", type=Path, metavar="FILE", help="also write the figures to this new file")
     parser.add_argument("--fresh", action="store_true", help="ignore the results of an earlier run in OUT")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and the forecast; needs no GPU")
-    arguments = parsed(parser, ENGINES)
-    try:
-        complete(arguments)
-        if arguments.record is not None:
-            check_record(arguments, parser)
-        return planned(arguments) if arguments.dry_run else run(arguments, parser)
-    except ValueError as error:
-        parser.error(str(error))
+    return parser
+
+
+def with_defaults(**given: object) -> argparse.Namespace:
+    """The options ``given`` by name, all others of ``launch/bench_full`` at their defaults, for programs without them.
+
+    So :func:`measure`, and all that reads options, finds each of them, also one that is added later.
+    """
+    arguments = options().parse_args([], argparse.Namespace(**given))
+    fill_in(arguments)
+    return arguments
 
 
 def planned(arguments: argparse.Namespace) -> int:
@@ -212,7 +228,11 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def measure(start_: Start, arguments: argparse.Namespace, left: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Start a server and yield the name and result of each measurement that is ``left``."""
+    """Start a server and yield the name and result of each measurement that is ``left``.
+
+    Args:
+        arguments: all options, from a completed command line or :func:`with_defaults`.
+    """
     for name, value in _results(start_, arguments, left):
         if name in left:
             yield name, value

@@ -40,15 +40,13 @@ SHARE = "--mem-fraction-static"
 
 
 def complete(arguments: argparse.Namespace) -> None:
-    """Fill in what is not given of drafts.
+    """Check options against each other, and :func:`fill_in` the rest.
 
     Raises:
         ValueError: options contradict each other; names each with what was expected.
     """
     found = [*_without_effect(arguments), *_of_environment(arguments)]
-    arguments.steps = DRAFT_STEPS if arguments.steps is None else arguments.steps
-    arguments.accepted = 1.0 if arguments.accepted is None else arguments.accepted
-    arguments.draft_weights = draft_weights_of(arguments).value
+    fill_in(arguments)
     model, rows = model_of(arguments), rows_of_a_round(arguments)
     if arguments.drafts and not 1 <= arguments.accepted <= rows:
         found.append(
@@ -66,6 +64,13 @@ def complete(arguments: argparse.Namespace) -> None:
         found = [wrong for start in starts(arguments) for wrong in _of_sizes(arguments, start)]
     if found:
         raise ValueError("\n  ".join(["options that do not fit each other:", *dict.fromkeys(found)]))
+
+
+def fill_in(arguments: argparse.Namespace) -> None:
+    """Give options of drafts that were not given their defaults, which the parser leaves out to tell them apart."""
+    arguments.steps = DRAFT_STEPS if arguments.steps is None else arguments.steps
+    arguments.accepted = 1.0 if arguments.accepted is None else arguments.accepted
+    arguments.draft_weights = draft_weights_of(arguments).value
 
 
 def _of_environment(arguments: argparse.Namespace) -> Iterator[str]:

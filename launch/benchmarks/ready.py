@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.flash import LAYERS
-from benchmarks.full_size import ROOT, environment, measure
+from benchmarks.full_size import ROOT, environment, measure, with_defaults
 from benchmarks.full_size_plan import Start
 
 GOALS = {"empty": 90.0, "filled": 25.0}
@@ -47,11 +47,9 @@ def main() -> int:
 
 def started(arguments: argparse.Namespace, kernels: Path) -> dict[str, Any]:
     """The findings of :func:`.full_size.measure` for a server that is asked for nothing."""
-    own = argparse.Namespace(**vars(arguments), model="flash", port=0, prompt=0, tokens=0)
-    own.radix_cache, own.drafts = False, None
     asked_for_nothing = Start("ours", ())
     with environment(XDG_CACHE_HOME=str(kernels), TRITON_CACHE_DIR=str(kernels / "triton")):
-        return dict(measure(asked_for_nothing, own, asked_for_nothing.names))
+        return dict(measure(asked_for_nothing, with_defaults(**vars(arguments)), asked_for_nothing.names))
 
 
 def verdict(cache: str, found: dict[str, Any]) -> tuple[bool, str]:

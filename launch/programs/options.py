@@ -124,8 +124,8 @@ def parser_of(program: Path, name: str = "") -> argparse.ArgumentParser:
 
 
 def own_options(source: str) -> set[int]:
-    """Lines of ``main``, whose options are not shared."""
-    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    """Lines of ``options``, whose options are not shared."""
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "options"]
     return {line for node in found for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 

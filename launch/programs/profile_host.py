@@ -314,13 +314,13 @@ class Served:
 
 def served(folder: Path, layers: int, drafts: str | None, *, on_gpu: bool) -> Served:
     """Write the model to ``folder``, with its draft; of a round one token is accepted."""
+    from benchmarks.full_size import with_defaults
     from benchmarks.full_size_plan import draft_of, drafting, rows_of_a_round
     from benchmarks.released import MODELS, write_released
 
-    from nvfp4_sgl.sglang_defaults import DRAFT_STEPS
     from nvfp4_sgl.synthetic.tiny import TinyFormat, write_tiny
 
-    run = argparse.Namespace(drafts=drafts, steps=DRAFT_STEPS, accepted=1.0)
+    run = with_defaults(drafts=drafts)
     flags = ["--enable-metrics", "--context-length", str(CONTEXT), "--disable-radix-cache"]
     if on_gpu:
         flags += ["--load-format", "dummy", "--max-total-tokens", str(POOL_TOKENS)]

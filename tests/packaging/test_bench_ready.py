@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 from datetime import datetime
@@ -93,6 +95,32 @@ def test_a_cache_that_shall_be_empty_is_emptied(tmp_path: Path, monkeypatch: pyt
         assert ready.main() == 0
         assert (tmp_path / f"{cache}.json").exists() and not (kernels / "old").exists()
     assert told == 2 * [("ours", str(kernels), str(kernels / "triton"), ())]
+
+
+class ReachedError(Exception):
+    """A server would be started now."""
+
+
+@pytest.mark.parametrize("cache", ["empty", "filled"])
+def test_every_option_that_a_start_reads_is_there(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way to the server, which gets its model, flags and folder of kernels."""
+    from benchmarks import full_size, ready
+
+    def server(model: Path, log: Path, port: int, flags: list[str], **more: Any) -> None:
+        layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+        raise ReachedError(layers, port, flags[flags.index("--tp") + 1], flags[-1], os.environ["XDG_CACHE_HOME"])
+
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    (kernels / "compiled").touch()
+    monkeypatch.setattr(full_size, "server", server)
+    monkeypatch.setattr(full_size, "started", lambda *given: contextlib.nullcontext())
+    words = [cache, "--layers", "4", "--tp", "1", "--output", str(tmp_path), "--flags=--log-level debug"]
+    monkeypatch.setattr(sys, "argv", ["ready", *words])
+    with pytest.raises(ReachedError) as reached:
+        ready.main()
+    assert reached.value.args == (4, 0, "1", "debug", str(kernels))
+    assert kernels.exists() == (cache == "filled")
 
 
 def test_a_filled_cache_holds_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
