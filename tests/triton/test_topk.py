@@ -13,8 +13,8 @@ from nvfp4_sgl.errors import OperandError
 from nvfp4_sgl.limits import CHUNK_SCORES
 from nvfp4_sgl.triton_kernels.indexer import topk as topk_module
 from nvfp4_sgl.triton_kernels.indexer.topk import (
+    KEPT_MAX,
     MAX_REGISTERS,
-    SINGLE_PASS_MAX_SCORES,
     Candidates,
     new_candidates,
     select_entries,
@@ -47,7 +47,7 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """What the kernel makes of the scores; columns that a token does not see are poisoned here.
 
-    poison: keys and entries that stand in ``candidates`` beforehand.
+    poison: bits of scores and entries that stand in ``candidates`` beforehand.
     """
     device = made.batch.positions.device
     visible = made.plan.csa_visible[first : first + len(scores)]
@@ -58,7 +58,7 @@ def choose(
     given = poisoned.to(device)
     candidates = candidates or new_candidates(len(scores), scores.shape[1], topk, device)
     for part, value in enumerate(poison):
-        candidates.nominated[:, :, part] = value
+        candidates.nominated[:, part] = value
     select_entries(given, made.batch, topk, slots, lengths, first=first, candidates=candidates)
     assert not candidates.semaphores.any()
     assert bool((guarded[-1] == -77).all()), "stored behind the last row"
@@ -122,8 +122,8 @@ def test_blocks_of_every_size(device: str):
     visible = [
         4 * CHUNK_SCORES + 500,
         CHUNK_SCORES + 300,
-        SINGLE_PASS_MAX_SCORES + 1,
-        SINGLE_PASS_MAX_SCORES,
+        2 * KEPT_MAX + 1,
+        2 * KEPT_MAX,
         CHUNK_SCORES,
         2 * CHUNK_SCORES,
     ]
@@ -159,7 +159,7 @@ def test_a_last_chunk_of_few_scores_nominates_no_more(monkeypatch: pytest.Monkey
     visible = [chunk + 1, chunk + topk - 1, 3 * chunk + 7]
     made, scores = new_pass(at_sight(visible), device), random_scores(3, 4 * chunk)
     candidates = new_candidates(3, 4 * chunk, topk, device)
-    check(made, scores, topk, candidates=candidates, poison=(2**31 - 1, 0))
+    check(made, scores, topk, candidates=candidates, poison=(0x7F800000, 0))
 
 
 def test_ties_go_to_the_lower_entry(device: str):
@@ -240,11 +240,11 @@ KEPT = {
 def test_what_is_kept_first(kind: str, device: str):
     """However many reach the first bound, of rows that fill a block and of rows that do not."""
     visible = [
-        SINGLE_PASS_MAX_SCORES // 2,
-        SINGLE_PASS_MAX_SCORES // 2 + 1,
-        SINGLE_PASS_MAX_SCORES,
-        SINGLE_PASS_MAX_SCORES + 1,
-        2 * SINGLE_PASS_MAX_SCORES + 70,
+        KEPT_MAX,
+        KEPT_MAX + 1,
+        2 * KEPT_MAX,
+        2 * KEPT_MAX + 1,
+        4 * KEPT_MAX + 70,
         CHUNK_SCORES,
     ]
     made = new_pass(at_sight(visible), device)
@@ -252,8 +252,8 @@ def test_what_is_kept_first(kind: str, device: str):
 
 
 def test_more_chosen_than_groups_hold_any(device: str):
-    """Just above SINGLE_PASS_MAX_SCORES a block's last warps hold nothing."""
-    made, scores = new_pass(at_sight([SINGLE_PASS_MAX_SCORES + 1] * 3), device), random_scores(3, CHUNK_SCORES, 7)
+    """Just above twice KEPT_MAX a block's last threads hold nothing."""
+    made, scores = new_pass(at_sight([2 * KEPT_MAX + 1] * 3), device), random_scores(3, CHUNK_SCORES, 7)
     scores[1] = -3.0
     scores[2] = scores[2].masked_fill(torch.arange(CHUNK_SCORES) % 5 > 0, torch.nan)
     check(made, scores, 2048)
@@ -268,8 +268,8 @@ def test_one_kept_entry_a_thread(device: str):
 
 def test_kept_entries_of_a_row_are_not_those_of_the_next(device: str):
     """What waits among the slots ends with its row, also where no row of slots has the alignment of the next."""
-    made = new_pass(at_sight([SINGLE_PASS_MAX_SCORES + 700] * 3), device)
-    scores = random_scores(3, SINGLE_PASS_MAX_SCORES + 700, 6)
+    made = new_pass(at_sight([2 * KEPT_MAX + 700] * 3), device)
+    scores = random_scores(3, 2 * KEPT_MAX + 700, 6)
     scores[1] = scores[1].round()
     check(made, scores, 333)
 
@@ -324,20 +324,20 @@ def test_refusals(device: str):
     wide = scores.new_zeros(5, CHUNK_SCORES + 1)
     for candidates, message in [
         (None, "candidates: expected those of 2 chunks"),
-        (new_candidates(4, CHUNK_SCORES + 1, 8, device), "candidates: expected at least 5 rows of 2 chunks"),
-        (new_candidates(5, CHUNK_SCORES, 8, device), "candidates: expected at least 5 rows of 2 chunks"),
-        (new_candidates(5, CHUNK_SCORES + 1, 9, device), "candidates.nominated: expected shape"),
+        (new_candidates(4, CHUNK_SCORES + 1, 8, device), "candidates: expected at least 5 rows of 16 candidates"),
+        (new_candidates(5, CHUNK_SCORES, 8, device), "candidates: expected at least 5 rows of 16 candidates"),
+        (new_candidates(5, CHUNK_SCORES + 1, 7, device), "candidates: expected at least 5 rows of 16 candidates"),
     ]:
         with pytest.raises(OperandError, match=message):
             select_entries(wide, made.batch, 8, slots, lengths, candidates=candidates)
 
 
 class Launches:
-    """A kernel that notes the arguments of its launches, by the names of ``_select_row_kernel``'s."""
+    """A kernel that notes the arguments of its launches, by the names of ``_select_kernel``'s."""
 
     def __init__(self) -> None:
         self.given: list[dict[str, Any]] = []
-        self._names = topk_module._select_row_kernel.arg_names
+        self._names = topk_module._select_kernel.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *arguments, **options: self.given.append(dict(zip(self._names, arguments, strict=True)))
@@ -351,7 +351,7 @@ def test_four_scores_at_once_only_of_aligned_rows(
 ):
     """A GPU refuses such loads from elsewhere, which the interpreter does not see."""
     launches = Launches()
-    monkeypatch.setattr(topk_module, "_select_row_kernel", launches)
+    monkeypatch.setattr(topk_module, "_select_kernel", launches)
     made, memory = new_pass(at_sight([150] * 2), "cpu"), torch.zeros(1000)
     assert memory.data_ptr() % 16 == 0
     scores = memory.as_strided((2, 180), (stride, 1), begin)
@@ -377,10 +377,8 @@ def test_a_million_tokens(topk: int, device: str):
         assert bool((slots[row, kept:] == -1).all())
 
 
-STACK = {90: 304, 100: 456}
-"""Bytes a thread per architecture: beside the rounds over all keys of a chunk, which are for ties and the like."""
-
-
+STACK_BYTES = 16
+"""Bytes of the stack that a thread may take: registers are for the scores."""
 SERVED = ((2048, 512), (CHUNK_SCORES, 1024), (262144, 512), (262144, 1024))
 """Columns and topk of models."""
 ONE_KEY_A_THREAD = (4100, 100)
@@ -400,5 +398,5 @@ def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
     assert len(found) == len(SERVED) + 1
     for usage in found[: len(SERVED)]:
-        assert usage.registers <= MAX_REGISTERS and usage.stack <= STACK[architecture] and usage.local == 0, usage
-        assert usage.shared <= 2048, f"more than counts moves between threads: {usage}"
+        assert usage.registers <= MAX_REGISTERS and usage.stack <= STACK_BYTES and usage.local == 0, usage
+        assert usage.shared <= 16, f"more than a semaphore's count moves between threads by Triton: {usage}"

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ..common.overlap import after_previous
+from ..common.rounding import INTERPRETED
 from ..common.threads import (
     any_left,
     barrier,
@@ -41,8 +42,9 @@ from ..common.threads import (
     width,
 )
 from .scores import visible_entries
-from .topk_keys import ABSENT_KEY, entry_slot, ordered_keys, score_of
 
+ABSENT_KEY = tl.constexpr(-0x80000000)
+"""Key of a place without a score, below the key of every score."""
 BINS = tl.constexpr(512)
 """Bins of a histogram."""
 MEMBERS = tl.constexpr(64)
@@ -56,6 +58,32 @@ LIST = tl.constexpr(580)
 BITS = tl.constexpr(708)
 KEPT = tl.constexpr(1732)
 """Words of shared memory: bins, sums of warps, a bin, the length of the list, the list, bits and sums, kept indices."""
+
+
+@triton.jit
+def ordered_keys(scores):
+    """Convert fp32 scores to int32 keys of the same order, all above ABSENT_KEY.
+
+    ``~`` reverses the order, not a negation: ptxas (12.9, 13.0, 13.3) loses a negation that it merges into a maximum of
+    three keys, triton-lang/triton PR 11032. With a negation rows of 4100 scores got no slots on an H200.
+    """
+    # The difference makes both zeros equal, and every NaN the same: on a GPU it has these bits.
+    bits = (0.0 - scores).to(tl.int32, bitcast=True)
+    if INTERPRETED:
+        bits = tl.where(scores != scores, 0x7FFFFFFF, bits)
+    return tl.maximum(~(bits ^ ((bits >> 31) & 0x7FFFFFFF)), ABSENT_KEY + 1)
+
+
+@triton.jit
+def score_of(key):
+    """Return a score, fp32, that :func:`ordered_keys` gives this key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def entry_slot(table, entry, known):
+    """Return the int32 slots of a request's ratio-4 entries. table: the request's row of its pages' full slots."""
+    return tl.load(table + entry // 64, mask=known, other=0) // 4 + entry % 64
 
 
 @triton.jit
@@ -237,11 +265,47 @@ def _set_bit(shared, index, mask):
 
 
 @triton.jit
+def _early_scores(source, columns, KEPT_MAX: tl.constexpr, THREADS: tl.constexpr):
+    """Load a row's scores, KEPT_MAX at most, seen or not: so they come while the row's position does."""
+    numbers = ()
+    for held in tl.static_range(KEPT_MAX // THREADS):
+        index = held * THREADS + thread(THREADS)
+        numbers = numbers + (tl.load(source + index, mask=index < columns, other=float("nan")),)
+    return numbers
+
+
+@triton.jit
+def _result(index, known, given, taken):
+    """Return what is stored of the score at ``index``: its entry if it is nominated, else its entry's slot."""
+    _, entries, begin = given
+    table, _, _, nominate = taken
+    entry = begin + index
+    if entries is not None:
+        entry = tl.load(entries + index, mask=known, other=0)
+    if nominate is None:
+        return entry_slot(table, entry, known)
+    else:
+        return tl.where(nominate, entry, entry_slot(table, entry, known & (nominate == 0)))
+
+
+@triton.jit
+def _store(place, result, number, taken, mask):
+    """Store a chosen score's result at its place, and the score beside it if it is nominated."""
+    _, slots, nominated, nominate = taken
+    if nominate is None:
+        global_store(slots + place, result, mask)
+    else:
+        of_scores, of_entries = nominated
+        global_store(tl.where(nominate, of_entries, slots) + place, result, mask)
+        global_store(of_scores + place, number.to(tl.int32, bitcast=True), mask & nominate)
+
+
+@triton.jit
 def _select_quickly(
-    source,
+    numbers,
+    given,
     count,
-    table,
-    slots,
+    taken,
     shared,
     TOPK: tl.constexpr,
     KEPT_MAX: tl.constexpr,
@@ -249,10 +313,15 @@ def _select_quickly(
     THREADS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Store the slots of the TOPK best of ``count`` scores, more than TOPK; return whether it could."""
+    """Store the results of the TOPK best of ``count`` scores, more than TOPK; return whether it could.
+
+    numbers: the scores, where BLOCK is no more than KEPT_MAX and they have been loaded, else ().
+    """
     HELD: tl.constexpr = KEPT_MAX // THREADS
     WORDS: tl.constexpr = BLOCK // 32
     EACH: tl.constexpr = max(1, WORDS // THREADS)
+    LOADED: tl.constexpr = len(numbers) > 0
+    source, _, _ = given
     me = thread(THREADS)
     for place in tl.static_range(BINS // THREADS):
         shared_store(shared, place * THREADS + me + HISTOGRAM, me * 0, me >= 0)
@@ -266,29 +335,33 @@ def _select_quickly(
             low, high, kept = _narrow(source, count, shared, TOPK, KEPT_MAX, BLOCK // (4 * THREADS), THREADS, ALIGNED)
     done = (kept >= TOPK) & (kept <= KEPT_MAX)
     if done:
-        numbers = ()
+        held_numbers = ()
         indices = ()
-        slot = ()
+        results = ()
         for held in tl.static_range(HELD):
             index = held * THREADS + me
             known = index < kept
             if BLOCK > KEPT_MAX:
                 if count > KEPT_MAX:
                     index = shared_load(shared, tl.where(known, index, 0) + KEPT)
-            numbers = numbers + (tl.load(source + index, mask=known, other=float("nan")),)
-            slot = slot + (entry_slot(table, index, known),)
+            if LOADED:
+                number = tl.where(known, numbers[held], float("nan"))
+            else:
+                number = tl.load(source + index, mask=known, other=float("nan"))
+            held_numbers = held_numbers + (number,)
+            results = results + (_result(index, known, given, taken),)
             indices = indices + (index,)
         if count <= KEPT_MAX:
-            low, high = _range(numbers, shared, HELD, THREADS)
-        bins, bin, k, inside = _divide(numbers, low, high, TOPK, 0, MEMBERS, shared, HELD, THREADS)
+            low, high = _range(held_numbers, shared, HELD, THREADS)
+        bins, bin, k, inside = _divide(held_numbers, low, high, TOPK, 0, MEMBERS, shared, HELD, THREADS)
         done = (inside == k) | ((inside > 0) & (inside <= MEMBERS))
         if done:
             for held in tl.static_range(HELD):
                 of_bin = bins[held] == bin
                 listed = of_bin & (inside != k)
-                taken = shared_take(shared, TAKEN, me * 0 + 1, listed)
-                bits = numbers[held].to(tl.int32, bitcast=True)
-                shared_store_pair(shared, 2 * taken + LIST, bits, indices[held], listed)
+                at = shared_take(shared, TAKEN, me * 0 + 1, listed)
+                bits = held_numbers[held].to(tl.int32, bitcast=True)
+                shared_store_pair(shared, 2 * at + LIST, bits, indices[held], listed)
                 _set_bit(shared, indices[held], (bins[held] < bin) | (of_bin & (inside == k)))
             if inside != k:
                 barrier()
@@ -319,13 +392,15 @@ def _select_quickly(
                 known = held * THREADS + me < kept
                 bits, begin = shared_load_pair(shared, 2 * tl.where(known, indices[held] >> 5, 0) + BITS)
                 bit = tl.full((), 1, tl.int32) << (indices[held] & 31)
-                global_store(slots + begin + ones(bits & (bit - 1)), slot[held], known & ((bits & bit) != 0))
+                chosen = known & ((bits & bit) != 0)
+                _store(begin + ones(bits & (bit - 1)), results[held], held_numbers[held], taken, chosen)
     return done
 
 
 @triton.jit
-def _select_slowly(source, count, table, slots, shared, TOPK: tl.constexpr, THREADS: tl.constexpr):
-    """Store the slots of the TOPK best of ``count`` scores, more than TOPK, whatever they are."""
+def _select_slowly(given, count, taken, shared, TOPK: tl.constexpr, THREADS: tl.constexpr):
+    """Store the results of the TOPK best of ``count`` scores, more than TOPK, whatever they are."""
+    source, _, _ = given
     me = thread(THREADS)
     barrier()
     for nth in tl.static_range(BINS // THREADS):
@@ -350,38 +425,111 @@ def _select_slowly(source, count, table, slots, shared, TOPK: tl.constexpr, THRE
     for begin in range(0, count, THREADS):
         index = begin + me
         known = index < count
-        key = ordered_keys(tl.load(source + index, mask=known, other=0.0))
+        number = tl.load(source + index, mask=known, other=0.0)
+        key = ordered_keys(number)
         above, within = known & (key > high), known & ((high - key).to(tl.uint32) <= span)
         before, total = counts_before(tl.where(above, 1, 0) + tl.where(within, 0x10000, 0), shared, TOTALS, THREADS)
         rank = equal + (before >> 16)
         place = larger + (before & 0xFFFF) + tl.minimum(rank, k)
-        global_store(slots + place, entry_slot(table, index, known), above | (within & (rank < k)))
+        _store(place, _result(index, known, given, taken), number, taken, above | (within & (rank < k)))
         larger += total & 0xFFFF
         equal += total >> 16
         barrier()
 
 
-@triton.jit(do_not_specialize=["first"])
-def _select_row_kernel(
-    scores, row_stride, columns, positions, owners, table, table_stride, slots, lengths, first,
-    TOPK: tl.constexpr, KEPT_MAX: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Select a row's best entries. Grid: (rows,)."""
-    after_previous()
-    row = tl.program_id(0).to(tl.int64)
-    me = thread(THREADS)
-    visible = visible_entries(tl.load(positions + first + row), columns)
-    slots += row * TOPK
-    table += tl.load(owners + first + row) * table_stride
-    tl.store(lengths + row, tl.minimum(visible, TOPK))
-    if visible <= TOPK:
-        for part in tl.static_range((TOPK + THREADS - 1) // THREADS):
-            entry = part * THREADS + me
-            known = entry < visible
-            global_store(slots + entry, tl.where(known, entry_slot(table, entry, known), -1), entry < TOPK)
+@triton.jit
+def _store_all(given, count, taken, TOPK: tl.constexpr, THREADS: tl.constexpr):
+    """Store the results of all of ``count`` scores, no more than TOPK; -1 behind the slots."""
+    source, _, _ = given
+    _, _, _, nominate = taken
+    for part in tl.static_range((TOPK + THREADS - 1) // THREADS):
+        index = part * THREADS + thread(THREADS)
+        known = index < count
+        result = tl.where(known, _result(index, known, given, taken), -1)
+        if nominate is None:
+            _store(index, result, 0.0, taken, index < TOPK)
+        else:
+            number = tl.load(source + index, mask=known & nominate, other=0.0)
+            _store(index, result, number, taken, tl.where(nominate, known, index < TOPK))
+
+
+@triton.jit
+def _select(
+    numbers,
+    given,
+    count,
+    taken,
+    shared,
+    TOPK: tl.constexpr,
+    KEPT_MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    THREADS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Store the results of the TOPK best of ``count`` scores, at most BLOCK, or of all if they are no more than TOPK.
+
+    Args:
+        numbers: as for :func:`_select_quickly`.
+        given: (pointer of the scores; pointer of their entries, or None; else the entry of the first score).
+        count: number of scores.
+        taken: (the request's row of slots; pointer of the chosen slots; pointers of nominated scores and of nominated
+            entries, or None; whether the chosen are nominated, or None if they never are).
+        shared: shared memory; a barrier must precede this.
+    """
+    if count <= TOPK:
+        _store_all(given, count, taken, TOPK, THREADS)
     else:
-        shared = new_shared()
-        source = scores + row * row_stride
-        done = _select_quickly(source, visible, table, slots, shared, TOPK, KEPT_MAX, BLOCK, THREADS, ALIGNED)
+        done = _select_quickly(numbers, given, count, taken, shared, TOPK, KEPT_MAX, BLOCK, THREADS, ALIGNED)
         if done == 0:
-            _select_slowly(source, visible, table, slots, shared, TOPK, THREADS)
+            _select_slowly(given, count, taken, shared, TOPK, THREADS)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _select_kernel(
+    scores, row_stride, columns, positions, owners, table, table_stride, slots, lengths, first,
+    nominated, of_each, semaphores,
+    TOPK: tl.constexpr, KEPT_MAX: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    ELECTED_KEPT_MAX: tl.constexpr, CANDIDATE_BLOCK: tl.constexpr, CANDIDATES_ALIGNED: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """Select one chunk's best entries, and in a row's last program the best of its candidates.
+
+    Grid: (rows, chunks). BLOCK: scores of a chunk. nominated: None where a row is one chunk, else rows of ``of_each``
+    scores and as many entries. CANDIDATE_BLOCK: candidates of a row at most.
+    """
+    after_previous()
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    scores += row * row_stride
+    numbers = ()
+    if nominated is None:
+        if BLOCK <= KEPT_MAX:
+            numbers = _early_scores(scores, columns, KEPT_MAX, THREADS)
+    visible = visible_entries(tl.load(positions + first + row), columns)
+    begin = chunk * BLOCK
+    if (chunk == 0) | (visible > begin):
+        slots += row * TOPK
+        table += tl.load(owners + first + row) * table_stride
+        if chunk == 0:
+            tl.store(lengths + row, tl.minimum(visible, TOPK))
+        shared = new_shared()
+        if nominated is None:
+            taken = (table, slots, None, None)
+            _select(numbers, (scores, None, 0), visible, taken, shared, TOPK, KEPT_MAX, BLOCK, THREADS, ALIGNED)
+        else:
+            nominated += row * (2 * of_each)
+            of_chunk = nominated + chunk * TOPK
+            taken = (table, slots, (of_chunk, of_chunk + of_each), visible > BLOCK)
+            count = tl.minimum(visible - begin, BLOCK)
+            given = (scores + begin, None, begin)
+            _select((), given, count, taken, shared, TOPK, KEPT_MAX, BLOCK, THREADS, ALIGNED)
+            if visible > BLOCK:
+                chunks = tl.cdiv(visible, BLOCK)
+                # Every thread has stored its candidates before the semaphore is incremented.
+                barrier()
+                if tl.atomic_add(semaphores + row, 1, sem="acq_rel", scope="gpu") == chunks - 1:
+                    tl.store(semaphores + row, 0)
+                    candidates = (chunks - 1) * TOPK + tl.minimum(visible - (chunks - 1) * BLOCK, TOPK)
+                    of_row = (nominated.to(tl.pointer_type(tl.float32)), nominated + of_each, 0)
+                    chosen = (table, slots, None, None)
+                    sizes: tl.constexpr = (TOPK, ELECTED_KEPT_MAX, CANDIDATE_BLOCK, THREADS, CANDIDATES_ALIGNED)
+                    _select((), of_row, candidates, chosen, shared, *sizes)

@@ -62,7 +62,7 @@ def choose(visible: list[int], columns: int, topk: int) -> Outputs:
     return {"slots": slots, "lengths": lengths, "semaphores": candidates.semaphores}
 
 
-@case("_select_row_kernel")
+@case("_select_kernel")
 def choice_of_few() -> Outputs:
     return choose([0, 1, 7, 8, 9, 200], 200, 8)
 
