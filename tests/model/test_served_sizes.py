@@ -11,6 +11,7 @@ import json
 import math
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,6 +165,32 @@ def serve(server: DryServer) -> None:
         missed = server.missed(added, longest, decode=decode)
         words = [f"{variant.name}: {variant.specialization}" for variant in missed][:2]
         assert not missed, (len(added), sum(added), longest, decode, words)
+
+
+MOST_VARIANTS = {
+    "_route_topk": 9,
+    "_route_hash": 9,
+    "_split": 6,
+    "_place": 5,
+    "_scan": 4,
+    "_resolve": 3,
+    "_cos_sin_kernel": 2,
+    "_copy_to_streams": 2,
+}
+"""Variants at most, by kernel, of a server of 64 requests."""
+
+
+@pytest.mark.parametrize(("target", "inputs"), [("sm_90a", 30), ("sm_100a", 53)])
+def test_sizes_of_passes_compile_few_variants(target: str, inputs: int) -> None:
+    """Triton must not specialise on the divisibility by 16 of numbers of tokens, requests, pairs and padded rows.
+
+    inputs: variants of ``_attention_inputs`` at most. Those of SM100 are also compiled for the GEMMs' token tile.
+    """
+    found = Counter(variant.name for variant in DryServer(verified("flash"), target, Serving(1, 131072, 64, 8192)).warm)
+    limits = {"_attention_inputs": inputs, **MOST_VARIANTS}
+    assert found.keys() >= limits.keys()
+    more = {name: found[name] for name, most in limits.items() if found[name] > most}
+    assert not more, more
 
 
 @pytest.mark.parametrize(("ranks", "tiles"), [(2, {8, 16, 32}), (4, {8, 16})])

@@ -38,11 +38,11 @@ def _is_constant(parameter: inspect.Parameter) -> bool:
     return parameter.annotation is tl.constexpr or "constexpr" in str(parameter.annotation)
 
 
-def _exempt(kernel: InterpretedFunction | JITFunction) -> Collection[str]:
-    """Parameters on whose values Triton does not specialise."""
+def _exempt(kernel: InterpretedFunction | JITFunction, option: str) -> Collection[str]:
+    """Parameters that this option of ``triton.jit`` names: Triton does not specialise on their values or alignment."""
     if isinstance(kernel, JITFunction):
-        return {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
-    return kernel.kwargs.get("do_not_specialize") or ()
+        return {parameter.name for parameter in kernel.params if getattr(parameter, option)}
+    return kernel.kwargs.get(option) or ()
 
 
 def launch_of(kernel: InterpretedFunction | JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
@@ -54,14 +54,14 @@ def _variant(
     kernel: InterpretedFunction | JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
     parameters = inspect.signature(kernel.fn).parameters
-    exempt = _exempt(kernel)
+    exempt, unaligned = _exempt(kernel, "do_not_specialize"), _exempt(kernel, "do_not_specialize_on_alignment")
     options = {name: value for name, value in kwargs.items() if name not in parameters}
     given = {name: value for name, value in kwargs.items() if name in parameters}
     bound = inspect.signature(kernel.fn).bind(*args, **given).arguments
     described = [
         (name, value)
         if _is_constant(parameters[name])
-        else (name, native_specialize_impl(BaseBackend, value, False, name not in exempt, True))
+        else (name, native_specialize_impl(BaseBackend, value, False, name not in exempt, name not in unaligned))
         for name, value in bound.items()
     ]
     return (*described, *sorted(options.items()))

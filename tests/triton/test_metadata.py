@@ -9,6 +9,7 @@ import torch
 
 from nvfp4_sgl.cache.plan import Batch, plan_batch
 from nvfp4_sgl.errors import OperandError
+from nvfp4_sgl.triton_kernels.plan.batch import padded_requests
 from nvfp4_sgl.triton_kernels.plan.resolve import BLOCK_COLUMNS, Plan, resolve
 from tests.triton.support.resources import resources
 
@@ -186,3 +187,7 @@ def test_kernels_fit(architecture: int):
     for usage in resources(__name__):
         if usage.architecture == architecture:
             usage.require_no_spills()
+
+
+def test_a_program_holds_one_request_or_warps_of_them() -> None:
+    assert [padded_requests(count) for count in (1, 2, 31, 32, 33, 64, 65)] == [1, 32, 32, 32, 64, 64, 128]

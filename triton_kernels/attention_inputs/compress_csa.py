@@ -75,12 +75,13 @@ def _update_state(position, kept, start, first, batch, call):
 
 
 @triton.jit
-def compress_csa(number, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constexpr):
+def compress_csa(number, requests, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constexpr):
     """Process one unit of one compressor: first everything that reads the state, then everything that writes it.
 
     Args:
         number: with BY_TOKEN a token, whose unit is processed if it has one; else the unit's number, which may be
             beyond the last unit.
+        requests: of the pass; not read with BY_TOKEN.
         batch: ``windows.PassArguments``.
         call: ``windows.CompressionArguments``.
         PADDED: see :func:`.windows.unit_of_number`.
@@ -89,7 +90,7 @@ def compress_csa(number, batch, call, BY_TOKEN: tl.constexpr, PADDED: tl.constex
     if BY_TOKEN:
         request, window, is_head, exists = unit_of_token(number, batch, 4)
     else:
-        request, window, is_head, exists = unit_of_number(number, batch, 4, PADDED)
+        request, window, is_head, exists = unit_of_number(number, requests, batch, 4, PADDED)
     if exists:
         first, start, end = span_of_request(request, batch)
         for closing in tl.range(window, tl.minimum(window + 2, end // 4)):

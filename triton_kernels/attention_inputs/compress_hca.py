@@ -87,7 +87,9 @@ def _compress_unit(unit, channels, owner, window, is_head, batch, call, workspac
 
 
 @triton.jit
-def compress_hca(number, channels, batch, call, workspace, TOKENS: tl.constexpr, PADDED: tl.constexpr):
+def compress_hca(
+    number, channels, tokens, requests, batch, call, workspace, TOKENS: tl.constexpr, PADDED: tl.constexpr
+):
     """Process one block of channels of one unit or, in decode, of the units of several tokens.
 
     With several tokens, those that are their request's only token in the pass and close no window are first stored in
@@ -98,18 +100,19 @@ def compress_hca(number, channels, batch, call, workspace, TOKENS: tl.constexpr,
         number: TOKENS = 0: the unit's number, which may be beyond the last unit; else the number of a group of TOKENS
             tokens.
         channels: the number of the block of channels.
+        tokens, requests: of the pass; of these, ``tokens`` is read if TOKENS is not 0, else ``requests``.
         batch: ``windows.PassArguments``.
         call: ``windows.CompressionArguments``.
         workspace: ``compressor.Workspace``.
         PADDED: see :func:`.windows.unit_of_number`.
     """
     if TOKENS == 0:
-        owner, window, is_head, exists = unit_of_number(number, batch, 128, PADDED)
+        owner, window, is_head, exists = unit_of_number(number, requests, batch, 128, PADDED)
         if exists:
             _compress_unit(number, channels, owner, window, is_head, batch, call, workspace)
     else:
         token = number * TOKENS + tl.arange(0, TOKENS)
-        inside = token < batch.tokens
+        inside = token < tokens
         token_owner = tl.load(batch.owners + token, mask=inside, other=0)
         position = tl.load(batch.starts + token_owner)
         alone = tl.load(batch.bounds + token_owner + 1) - tl.load(batch.bounds + token_owner) == 1
@@ -118,10 +121,10 @@ def compress_hca(number, channels, batch, call, workspace, TOKENS: tl.constexpr,
         column = channels * CHANNELS_PER_PROGRAM + tl.arange(0, CHANNELS_PER_PROGRAM)
         _update_state(token.to(tl.int64), simple & (ring <= call.last_state_row), ring, column, call)
 
-        remaining = tl.where(inside & (simple == 0), token, batch.tokens)
+        remaining = tl.where(inside & (simple == 0), token, tokens)
         unit = tl.min(remaining, 0)
-        while unit < batch.tokens:
+        while unit < tokens:
             owner, window, is_head, exists = unit_of_token(unit, batch, 128)
             if exists:
                 _compress_unit(unit, channels, owner, window, is_head, batch, call, workspace)
-            unit = tl.min(tl.where(remaining > unit, remaining, batch.tokens), 0)
+            unit = tl.min(tl.where(remaining > unit, remaining, tokens), 0)

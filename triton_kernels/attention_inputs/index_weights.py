@@ -43,7 +43,6 @@ class IndexWeightArguments(NamedTuple):
     x: Tensor
     weight: Tensor
     out: Tensor
-    tokens: int
     heads: int
     width: int
     x_row: int
@@ -93,7 +92,6 @@ class IndexWeights:
             x=self.x,
             weight=self.weight,
             out=self.out,
-            tokens=tokens,
             heads=self.weight.shape[0],
             width=width,
             x_row=self.x.stride(0),
@@ -112,11 +110,11 @@ def prefetch_index_weights(program, of):
 
 
 @triton.jit
-def project_index_weights(program, of):
+def project_index_weights(program, tokens, of):
     """Multiply ROWS_PER_PROGRAM rows of the weight with every token, and store the results.
 
-    Sums are fp32, added in the order of the blocks of columns. program: int32, 0 to ``of.programs - 1``. of:
-    :class:`IndexWeightArguments`.
+    Sums are fp32, added in the order of the blocks of columns. program: int32, 0 to ``of.programs - 1``.
+    tokens: of the pass. of: :class:`IndexWeightArguments`.
     """
     row = program * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
     token = tl.arange(0, of.PADDED)
@@ -125,9 +123,9 @@ def project_index_weights(program, of):
     for first in range(0, of.width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = (column < of.width)[None, :]
-        x_mask, w_mask = (token < of.tokens)[:, None] & inside, (row < of.heads)[:, None] & inside
+        x_mask, w_mask = (token < tokens)[:, None] & inside, (row < of.heads)[:, None] & inside
         x = tl.load(of.x + token[:, None] * of.x_row + column[None, :], mask=x_mask, other=0.0).to(tl.float32)
         w = tl.load(of.weight + row[:, None] * of.width + column[None, :], mask=w_mask, other=0.0).to(tl.float32)
         total += tl.sum(x[:, None, :] * w[None, :, :], axis=2)
-    mask = (token < of.tokens)[:, None] & (row < of.heads)[None, :]
+    mask = (token < tokens)[:, None] & (row < of.heads)[None, :]
     tl.store(of.out + token[:, None] * of.out_row + row[None, :], total, mask=mask)

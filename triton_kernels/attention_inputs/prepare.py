@@ -23,7 +23,7 @@ from nvfp4_sgl.formats import checks
 from ..common.integers import cdiv, next_power_of_2
 from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import UNFUSED
-from ..plan.batch import Batch
+from ..plan.batch import Batch, padded_requests
 from .compress_csa import compress_csa
 from .compress_hca import CHANNEL_BLOCKS, compress_hca
 from .compressor import Compression, Workspace
@@ -50,13 +50,15 @@ TWO_LAUNCH_MAX_REGISTERS = {0: None, 4: 128, 128: None}
 """``MAX_REGISTERS`` where ``TWO_LAUNCH_WARPS`` are used."""
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["tokens", "requests"])
 def _attention_inputs(
     batch,
     latents,
     calls,
     workspace,
     index_weights,
+    tokens,
+    requests,
     groups,
     RATIO: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -73,6 +75,8 @@ def _attention_inputs(
         calls: ``windows.CompressionArguments``: none, one, or two of ratio 4.
         workspace: ``compressor.Workspace`` for ratio 128, else empty.
         index_weights: ``index_weights.IndexWeightArguments``, or empty.
+        tokens: of the pass; 0 if only latents are stored.
+        requests: of the pass, if units are numbered: with ``calls`` and TOKENS = 0; else 0.
         RATIO: 4, 128, or 0 without ``calls``.
         TOKENS: tokens of a compressing program in decode, else 0.
         PADDED: if TOKENS is 0, a power of two, the number of requests or more.
@@ -87,15 +91,15 @@ def _attention_inputs(
     part, number = program // groups, program % groups
     if RATIO == 128:
         if part < PARTS:
-            compress_hca(number, part, batch, calls[0], workspace, TOKENS, PADDED)
+            compress_hca(number, part, tokens, requests, batch, calls[0], workspace, TOKENS, PADDED)
     else:
         for i in tl.static_range(PARTS):
             if part == i:
-                compress_csa(number, batch, calls[i], TOKENS, PADDED)
+                compress_csa(number, requests, batch, calls[i], TOKENS, PADDED)
     remaining = program - groups * PARTS
     if len(index_weights) > 0:
         if remaining >= 0 and remaining < index_weights.programs:
-            project_index_weights(remaining, index_weights)
+            project_index_weights(remaining, tokens, index_weights)
         remaining -= index_weights.programs
     if len(latents) > 0:  # noqa: SIM102  the outer condition is decided when the kernel is compiled
         if remaining >= 0:
@@ -170,7 +174,7 @@ class _Launch(NamedTuple):
     stores: bool
     has_workspace: bool
     weighs: bool
-    sizes: tuple[int, int, int, int]
+    sizes: tuple[int, int, int, int, int, int]
     options: dict[str, Any]
 
 
@@ -185,7 +189,7 @@ def _plan(
     ratio = calls[0].compressor.ratio if calls else 0
     units = unit_limit(tokens, requests, ratio) if calls else 1
     # In decode no program searches the requests for its unit, so one kernel serves all sizes.
-    tokens_per_program, padded = 0, next_power_of_2(requests)
+    tokens_per_program, padded = 0, padded_requests(requests)
     if batch.is_decode:
         tokens_per_program, padded = (
             (min(next_power_of_2(cdiv(tokens, HCA_DECODE_PROGRAMS)), 16) if ratio == 128 else 1),
@@ -203,7 +207,14 @@ def _plan(
         stores=latents is not None,
         has_workspace=ratio == 128,
         weighs=index_weights is not None,
-        sizes=(groups, ratio, tokens_per_program if calls else 0, padded if calls else 0),
+        sizes=(
+            tokens if calls or index_weights else 0,
+            requests if calls and not batch.is_decode else 0,
+            groups,
+            ratio,
+            tokens_per_program if calls else 0,
+            padded if calls else 0,
+        ),
         options={"num_warps": warps[ratio], "maxnreg": registers[ratio], **UNFUSED, **OVERLAPPED},
     )
 

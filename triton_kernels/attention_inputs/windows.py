@@ -23,7 +23,11 @@ from ..plan.batch import Batch
 
 
 class PassArguments(NamedTuple):
-    """A :class:`..plan.batch.Batch` as a kernel takes it, with the frequencies (fp32 [32]) of the entries' rotation."""
+    """A :class:`..plan.batch.Batch` as a kernel takes it, with the frequencies (fp32 [32]) of the entries' rotation.
+
+    Without the numbers of tokens and of requests: Triton compiles a variant for each divisibility by 16 of a tuple's
+    integers, whatever the kernel's ``do_not_specialize`` says.
+    """
 
     owners: Tensor
     starts: Tensor
@@ -35,8 +39,6 @@ class PassArguments(NamedTuple):
     pages_row: int
     page_columns: int
     window: int
-    tokens: int
-    request_count: int
 
     @classmethod
     def of(cls, batch: Batch, frequencies: Tensor) -> PassArguments:
@@ -52,8 +54,6 @@ class PassArguments(NamedTuple):
             pages_row=batch.pages.stride(0),
             page_columns=batch.pages.shape[1],
             window=batch.window_slots.shape[1],
-            tokens=batch.tokens,
-            request_count=batch.requests.shape[0],
         )
 
 
@@ -143,22 +143,22 @@ def unit_of_token(token, batch, RATIO: tl.constexpr):
 
 
 @triton.jit
-def unit_of_number(number, batch, RATIO: tl.constexpr, PADDED: tl.constexpr):
+def unit_of_number(number, requests, batch, RATIO: tl.constexpr, PADDED: tl.constexpr):
     """Return (request, first window, whether it is the head, whether it exists) of the ``number``-th unit.
 
-    Units are numbered request after request, each request's head first. PADDED: a power of two, at least the number of
-    requests.
+    Units are numbered request after request, each request's head first. PADDED: a power of two, at least the number
+    ``requests``.
     """
     request = tl.arange(0, PADDED)
-    inside = request < batch.request_count
+    inside = request < requests
     start = tl.load(batch.starts + request, mask=inside, other=0)
     end = start + tl.load(batch.bounds + request + 1, mask=inside, other=0)
     end -= tl.load(batch.bounds + request, mask=inside, other=0)
     reached = tl.cumsum(unit_count(start, end, RATIO), 0)
     owner = tl.sum((reached <= number).to(tl.int32), 0)
     within = number - tl.max(tl.where(reached <= number, reached, 0), 0)
-    exists = owner < batch.request_count
-    owner = tl.minimum(owner, batch.request_count - 1)
+    exists = owner < requests
+    owner = tl.minimum(owner, requests - 1)
     return owner, tl.load(batch.starts + owner) // RATIO + within * span(RATIO), within == 0, exists
 
 

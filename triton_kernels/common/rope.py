@@ -48,7 +48,7 @@ def mean_square_scale(square_sum, count, eps):
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square_sum, count) + eps))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _cos_sin_kernel(positions, frequencies, out, tokens, PAIRS: tl.constexpr, TOKENS: tl.constexpr):
     after_previous()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)

@@ -58,8 +58,8 @@ SCAN_BLOCK_GROUPS = 32
 class RouteArguments(NamedTuple):
     """:class:`Routes` as a kernel takes it.
 
-    ``rows`` is the length of ``source_row``. BINS, the bins of a histogram over groups, and TILE are compile-time
-    constants.
+    Without ``rows``, the length of ``source_row``: Triton compiles a variant for each divisibility by 16 of a tuple's
+    integers. BINS, the bins of a histogram over groups, is a compile-time constant.
     """
 
     experts: Tensor
@@ -69,10 +69,8 @@ class RouteArguments(NamedTuple):
     offsets: Tensor
     counts: Tensor
     starts: Tensor
-    rows: int
     groups: int
     BINS: tl.constexpr
-    TILE: tl.constexpr
 
 
 class Counted(NamedTuple):
@@ -195,10 +193,8 @@ class Routes:
             offsets=self.offsets,
             counts=self.counts,
             starts=self.starts,
-            rows=self.source_row.shape[0],
             groups=self.offsets.shape[0],
             BINS=constant(_bins(self.offsets.shape[0])),
-            TILE=constant(self.tile),
         )
 
     @once
@@ -210,7 +206,8 @@ class Routes:
         pairs = COUNTED_BLOCK_TOKENS * self.topk
         block = min(next_power_of_2(blocks), 256)
         scan = {"BINS": self.bins, "GROUPS": SCAN_BLOCK_GROUPS, "BLOCK_B": block, "num_warps": 8}
-        place = {"TOPK": self.topk, "BLOCK_PAIRS": pairs, "LENGTH": max(next_power_of_2(pairs), 128), "num_warps": 4}
+        length = max(next_power_of_2(pairs), 128)
+        place = {"TOPK": self.topk, "BLOCK_PAIRS": pairs, "LENGTH": length, "TILE": self.tile, "num_warps": 4}
         return Counted(
             blocks, (self.bins // SCAN_BLOCK_GROUPS,), {**scan, **OVERLAPPED}, (blocks,), {**place, **OVERLAPPED}
         )
@@ -238,11 +235,11 @@ def _counted_blocks(tokens: int, topk: int) -> int:
 
 
 @triton.jit
-def fill_padding(out, BLOCK: tl.constexpr):
-    """Mark this program's share of all rows as padding (−1), BLOCK at a time; routed pairs overwrite it later."""
-    share = tl.cdiv(out.rows, tl.num_programs(0))
+def fill_padding(out, rows, BLOCK: tl.constexpr):
+    """Mark this program's share of all ``rows`` as padding (−1), BLOCK at a time; routed pairs overwrite it later."""
+    share = tl.cdiv(rows, tl.num_programs(0))
     first = tl.program_id(0) * share
-    last = tl.minimum(first + share, out.rows)
+    last = tl.minimum(first + share, rows)
     for start in range(first, last, BLOCK):
         row = start + tl.arange(0, BLOCK)
         tl.store(out.source_row + row, tl.full((BLOCK,), -1, tl.int32), mask=row < last)
@@ -268,7 +265,7 @@ def _load_experts(out, first, last, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def permute_sorted(out, pairs, TOPK: tl.constexpr, LENGTH: tl.constexpr):
+def permute_sorted(out, pairs, TOPK: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr):
     """Sort all pairs by group and store their rows over padding, in one program.
 
     pairs: at most LENGTH, a power of two. The program must not have more threads than LENGTH: several would hold one
@@ -280,13 +277,13 @@ def permute_sorted(out, pairs, TOPK: tl.constexpr, LENGTH: tl.constexpr):
     ordered = tl.sort(tl.where(routed, expert, BINS) * LENGTH + pair)
     group = tl.arange(0, BINS)
     visits = tl.histogram(expert, BINS, mask=routed)
-    begin = _offsets(visits, out.TILE)
+    begin = _offsets(visits, TILE)
     tl.store(out.counts + group, visits, mask=group < out.groups)
     tl.store(out.offsets + group, begin, mask=group < out.groups)
     pair, expert = ordered % LENGTH, ordered // LENGTH
     routed = expert < BINS
     row = tl.arange(0, LENGTH)
-    if out.TILE > 1:
+    if TILE > 1:
         # Padding of earlier groups moves all rows of a group by this much.
         added = begin - _offsets(visits, 1)
         row += tl.gather(added, tl.where(routed, expert, 0), axis=0)
@@ -295,7 +292,7 @@ def permute_sorted(out, pairs, TOPK: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def permute_one(out, TOPK: tl.constexpr, BLOCK_K: tl.constexpr):
+def permute_one(out, TOPK: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr):
     """Store the rows of one token's pairs over padding.
 
     Each thread compares all pairs with its own groups: no sort, no histogram, no prefix sum, for which warps would wait
@@ -319,7 +316,7 @@ def permute_one(out, TOPK: tl.constexpr, BLOCK_K: tl.constexpr):
             if other < k:
                 before += (experts[other] == experts[k]).to(tl.int32)
         is_first = (before == 0) & (experts[k] >= 0)
-        rows = tl.where(is_first, (visits + (out.TILE - 1)) // out.TILE * out.TILE, 0)
+        rows = tl.where(is_first, (visits + (TILE - 1)) // TILE * TILE, 0)
         counts += (group == experts[k]).to(tl.int32)
         begin += tl.where(group > experts[k], rows, 0)
         row += tl.where(expert > experts[k], rows, 0) + ((expert == experts[k]) & (place > k)).to(tl.int32)
@@ -342,7 +339,7 @@ def count_visits(out, pairs, BLOCK_PAIRS: tl.constexpr, LENGTH: tl.constexpr):
     tl.store(out.starts + tl.program_id(0) * BINS + tl.arange(0, BINS), visits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _scan(starts, counts, blocks, groups, BINS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_B: tl.constexpr):
     """Replace the counts of each block by their exclusive prefix sum over blocks, and store the total of each group.
 
@@ -375,14 +372,14 @@ def _rank(expert, out, first, last, LENGTH: tl.constexpr):
     return rank
 
 
-@triton.jit
-def _place(out, pairs, TOPK: tl.constexpr, BLOCK_PAIRS: tl.constexpr, LENGTH: tl.constexpr):
+@triton.jit(do_not_specialize=["pairs"])
+def _place(out, pairs, TOPK: tl.constexpr, BLOCK_PAIRS: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr):
     """Store the rows of the pairs of one block, from the group's offset, the block's start and the rank within it."""
     after_previous()
     BINS: tl.constexpr = out.BINS
     block = tl.program_id(0)
     group = tl.arange(0, BINS)
-    begin = _offsets(tl.load(out.counts + group, mask=group < out.groups, other=0), out.TILE)
+    begin = _offsets(tl.load(out.counts + group, mask=group < out.groups, other=0), TILE)
     if block == 0:
         tl.store(out.offsets + group, begin, mask=group < out.groups)
     first = block * BLOCK_PAIRS

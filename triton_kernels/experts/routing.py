@@ -122,25 +122,28 @@ def _finish(
     out,
     semaphore,
     tokens,
+    rows,
     TOPK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SINGLE: tl.constexpr,
     SORTED: tl.constexpr,
     LENGTH: tl.constexpr,
+    TILE: tl.constexpr,
+    SIXTEENS: tl.constexpr,
 ):
     """Permute, or do this program's part of it, once the choices of its BLOCK_T tokens are stored.
 
     If SINGLE, there is one token. Else, if SORTED, the program that finds ``semaphore`` at the number of the others
     sorts all pairs and leaves it zero; else each program counts the visits of its own tokens. TOPK: pairs of a token,
-    the shared expert included.
+    the shared expert included. SIXTEENS: ``tokens`` is a multiple of 16; the sorting program's loads are vectors then.
     """
-    fill_padding(out, 128 if SINGLE else 1024)
+    fill_padding(out, rows, 128 if SINGLE else 1024)
     # All stores of the program's warps must be in memory before the semaphore is raised, or before they are read again
     # or overwritten.
     tl.debug_barrier()
     if SINGLE:
-        permute_one(out, TOPK, BLOCK_K)
+        permute_one(out, TOPK, BLOCK_K, TILE)
     elif SORTED:
         programs = tl.num_programs(0)
         before = programs - 1
@@ -148,12 +151,15 @@ def _finish(
             before = tl.atomic_add(semaphore, 1, sem="acq_rel", scope="gpu")
         if before == programs - 1:
             tl.store(semaphore, 0)
-            permute_sorted(out, tokens * TOPK, TOPK, LENGTH)
+            pairs = tokens * TOPK
+            if SIXTEENS:
+                pairs = tl.multiple_of(pairs, 16)
+            permute_sorted(out, pairs, TOPK, LENGTH, TILE)
     else:
         count_visits(out, tokens * TOPK, BLOCK_T * TOPK, LENGTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["tokens"])
 def _route_topk(
     logits,
     bias,
@@ -161,6 +167,7 @@ def _route_topk(
     semaphore,
     window_write,
     tokens,
+    rows,
     logits_stride,
     scaling,
     num_experts,
@@ -174,6 +181,8 @@ def _route_topk(
     SINGLE: tl.constexpr,
     SORTED: tl.constexpr,
     LENGTH: tl.constexpr,
+    TILE: tl.constexpr,
+    SIXTEENS: tl.constexpr,
 ):
     after_previous()
     # [lines of 128, tokens, 128]: one warp holds all experts of a token, so that no warp waits for another.
@@ -204,10 +213,10 @@ def _route_topk(
         _store_choice(
             logits, out, chosen, known, token, here, routed, logits_stride, scaling, num_experts, TOPK, SHARED, BLOCK_K
         )
-    _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, BLOCK_K, SINGLE, SORTED, LENGTH)
+    _finish(out, semaphore, tokens, rows, TOPK + SHARED, BLOCK_T, BLOCK_K, SINGLE, SORTED, LENGTH, TILE, SIXTEENS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["tokens"])
 def _route_hash(
     logits,
     table,
@@ -216,6 +225,7 @@ def _route_hash(
     semaphore,
     window_write,
     tokens,
+    rows,
     logits_stride,
     scaling,
     num_experts,
@@ -228,6 +238,8 @@ def _route_hash(
     SINGLE: tl.constexpr,
     SORTED: tl.constexpr,
     LENGTH: tl.constexpr,
+    TILE: tl.constexpr,
+    SIXTEENS: tl.constexpr,
 ):
     after_previous()
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -241,7 +253,7 @@ def _route_hash(
     _store_choice(
         logits, out, chosen, known, token, here, routed, logits_stride, scaling, num_experts, TOPK, SHARED, BLOCK_K
     )
-    _finish(out, semaphore, tokens, TOPK + SHARED, BLOCK_T, BLOCK_K, SINGLE, SORTED, LENGTH)
+    _finish(out, semaphore, tokens, rows, TOPK + SHARED, BLOCK_T, BLOCK_K, SINGLE, SORTED, LENGTH, TILE, SIXTEENS)
 
 
 def route_topk(
@@ -291,6 +303,7 @@ def route_topk(
         semaphore,
         window_write,
         tokens,
+        out.source_row.shape[0],
         logits.stride(0),
         scaling,
         num_experts,
@@ -338,6 +351,7 @@ def route_hash(
         semaphore,
         window_write,
         tokens,
+        out.source_row.shape[0],
         logits.stride(0),
         scaling,
         num_experts,
@@ -385,6 +399,9 @@ def _options(out: Routes, shared_expert: bool, window_write: Tensor | None) -> d
         "SINGLE": out.tokens == 1 and out.topk <= SINGLE_MAX_PAIRS,
         "SORTED": out.is_sorted,
         "LENGTH": length,
+        # Only where it changes what is compiled: counting needs no tile, and no thread of a short sort has two pairs.
+        "TILE": out.tile if out.is_sorted else 0,
+        "SIXTEENS": out.is_sorted and length > 32 * warps and out.tokens % 16 == 0,
         "num_warps": warps,
         **OVERLAPPED,
     }

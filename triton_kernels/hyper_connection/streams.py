@@ -31,7 +31,7 @@ from ..common.overlap import OVERLAPPED, after_previous
 from ..common.rounding import round_for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocabulary"])
 def _copy_to_streams(source, rows, out, vocabulary, width, out_row, STREAMS: tl.constexpr, INDEXED: tl.constexpr,
                      BLOCK: tl.constexpr):  # fmt: skip
     after_previous()

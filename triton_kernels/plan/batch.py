@@ -25,8 +25,21 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 
+from ..common.integers import next_power_of_2
+
 PAGE_TOKENS = 256
 """Tokens of one logical page."""
+WARP = 32
+"""Threads of a warp."""
+
+
+def padded_requests(requests: int) -> int:
+    """The number of requests that a kernel is compiled for if a program takes all of them: 1, 32, or a power of two.
+
+    A warp adds 32 values, or finds the largest, in one instruction, but 2 to 16 by exchanges between lanes. So one
+    variant serves 2 to 32 requests.
+    """
+    return 1 if requests == 1 else max(next_power_of_2(requests), WARP)
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from nvfp4_sgl.formats.checks import (
     require_shape,
 )
 
-from ..common.integers import cdiv, next_power_of_2
+from ..common.integers import cdiv
 from ..common.overlap import OVERLAPPED, after_previous
-from .batch import PAGE_TOKENS, Batch
+from .batch import PAGE_TOKENS, Batch, padded_requests
 
 BLOCK_COLUMNS = 16
 """Columns of ``window_slots`` for the tokens of a draft's block, beside those of the window in front of it: the most
@@ -46,7 +46,7 @@ BLOCK = 1024
 """Entries that a program resolves at once. With 128, the 8192 entries of a million tokens took an H200 17 us."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["requests"])
 def _split(seq_lens, new_tokens, starts, bounds, requests, NEW: tl.constexpr, BLOCK: tl.constexpr):
     """Compute ``starts`` and ``bounds`` from lengths, in one program; without NEW every request adds one token."""
     after_previous()
@@ -61,7 +61,7 @@ def _split(seq_lens, new_tokens, starts, bounds, requests, NEW: tl.constexpr, BL
     tl.store(bounds + request, tl.zeros_like(added), mask=request == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count"])
 def _resolve(
     positions,
     starts,
@@ -247,7 +247,7 @@ def resolve(plan: Plan, seq_lens: Tensor, new_tokens: Tensor | None = None) -> N
     window, columns = plan.window, plan.entry_slots.shape[1]
     if not tokens:
         return
-    block = next_power_of_2(count)
+    block = padded_requests(count)
     _split[(1,)](
         seq_lens, seq_lens if new_tokens is None else new_tokens, batch.starts, batch.bounds, count,
         NEW=new_tokens is not None, BLOCK=block,

@@ -31,7 +31,6 @@ from nvfp4_sgl.targets.fused.planner import FusedPlanner
 from nvfp4_sgl.targets.fused.warm_up import warm_up_passes
 from nvfp4_sgl.triton_kernels import ahead
 from nvfp4_sgl.triton_kernels.attention_inputs.index_weights import padded_tokens
-from nvfp4_sgl.triton_kernels.experts.permutation import padded_rows
 from nvfp4_sgl.weights.gemms import GemmSpec, without_index_queries
 
 logger = logging.getLogger(__name__)
@@ -76,18 +75,15 @@ class GemmPlanner(FusedPlanner):
         """Passes of every kind that kernels are compiled for.
 
         Quantising kernels are compiled for the token tile of the GEMMs. Routing kernels are compiled for that of the
-        experts' GEMMs, and for whether the number of padded rows is a multiple of 16. The kernel that prepares
-        attention is compiled for the number of tokens whose index weights it computes.
+        experts' GEMMs. The kernel that prepares attention is compiled for the number of tokens whose index weights it
+        computes.
         """
         backends = self.backends
         sizes = {(gemm.experts_per_token, gemm.groups) for gemm in self.gemm_specs() if gemm.experts_per_token}
 
         def kind(count: int) -> Hashable:
-            found: list[Hashable] = [backends.token_tile(count)]
-            for visits, groups in sorted(sizes):
-                tile = backends.expert_token_tile(count * visits, groups)
-                found.append((tile, padded_rows(count * visits, groups, tile) % 16 == 0))
-            return tuple(found)
+            tiles = [backends.expert_token_tile(count * visits, groups) for visits, groups in sorted(sizes)]
+            return backends.token_tile(count), *tiles
 
         def tile(count: int) -> Hashable:
             return backends.token_tile(count), padded_tokens(count)
