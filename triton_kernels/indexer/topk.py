@@ -32,8 +32,12 @@ from .select_row import _select_kernel
 
 THREADS = 512
 """Threads at most of a program; 128 at least."""
-SCORES_PER_THREAD = 8
-"""Scores of a thread, unless :data:`THREADS` are too few."""
+SCORES_PER_THREAD = 4
+"""Scores of a thread, unless :data:`THREADS` are too few.
+
+Of 1,024 scores one row takes 2.8 µs instead of 3.1 with eight, but 4,096 rows 16.8 instead of 15.0
+(``launch/results/tunings_h200.md``).
+"""
 KEPT_MAX = 2048
 """Scores at most that a program keeps all, without finding a bound first."""
 MAX_REGISTERS = 64
