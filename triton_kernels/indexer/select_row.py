@@ -454,19 +454,8 @@ def _store_all(given, count, taken, TOPK: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _select(
-    numbers,
-    given,
-    count,
-    taken,
-    shared,
-    TOPK: tl.constexpr,
-    KEPT_MAX: tl.constexpr,
-    BLOCK: tl.constexpr,
-    THREADS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """Store the results of the TOPK best of ``count`` scores, at most BLOCK, or of all if they are no more than TOPK.
+def _select(numbers, given, count, taken, shared, SIZES: tl.constexpr):
+    """Store the results of the topk best of ``count`` scores, or of all if they are no more than topk.
 
     Args:
         numbers: as for :func:`_select_quickly`.
@@ -475,11 +464,14 @@ def _select(
         taken: (the request's row of slots; pointer of the chosen slots; pointers of nominated scores and of nominated
             entries, or None; whether the chosen are nominated, or None if they never are).
         shared: shared memory; a barrier must precede this.
+        SIZES: the last five of :func:`_select_quickly`; BLOCK is no less than ``count``.
     """
+    TOPK: tl.constexpr = SIZES[0]
+    THREADS: tl.constexpr = SIZES[3]
     if count <= TOPK:
         _store_all(given, count, taken, TOPK, THREADS)
     else:
-        done = _select_quickly(numbers, given, count, taken, shared, TOPK, KEPT_MAX, BLOCK, THREADS, ALIGNED)
+        done = _select_quickly(numbers, given, count, taken, shared, *SIZES)
         if done == 0:
             _select_slowly(given, count, taken, shared, TOPK, THREADS)
 
@@ -512,16 +504,17 @@ def _select_kernel(
         if chunk == 0:
             tl.store(lengths + row, tl.minimum(visible, TOPK))
         shared = new_shared()
+        sizes: tl.constexpr = (TOPK, KEPT_MAX, BLOCK, THREADS, ALIGNED)
         if nominated is None:
             taken = (table, slots, None, None)
-            _select(numbers, (scores, None, 0), visible, taken, shared, TOPK, KEPT_MAX, BLOCK, THREADS, ALIGNED)
+            _select(numbers, (scores, None, 0), visible, taken, shared, sizes)
         else:
             nominated += row * (2 * of_each)
             of_chunk = nominated + chunk * TOPK
             taken = (table, slots, (of_chunk, of_chunk + of_each), visible > BLOCK)
             count = tl.minimum(visible - begin, BLOCK)
             given = (scores + begin, None, begin)
-            _select((), given, count, taken, shared, TOPK, KEPT_MAX, BLOCK, THREADS, ALIGNED)
+            _select((), given, count, taken, shared, sizes)
             if visible > BLOCK:
                 chunks = tl.cdiv(visible, BLOCK)
                 # Every thread has stored its candidates before the semaphore is incremented.
@@ -531,5 +524,5 @@ def _select_kernel(
                     candidates = (chunks - 1) * TOPK + tl.minimum(visible - (chunks - 1) * BLOCK, TOPK)
                     of_row = (nominated.to(tl.pointer_type(tl.float32)), nominated + of_each, 0)
                     chosen = (table, slots, None, None)
-                    sizes: tl.constexpr = (TOPK, ELECTED_KEPT_MAX, CANDIDATE_BLOCK, THREADS, CANDIDATES_ALIGNED)
-                    _select((), of_row, candidates, chosen, shared, *sizes)
+                    of_candidates: tl.constexpr = (TOPK, ELECTED_KEPT_MAX, CANDIDATE_BLOCK, THREADS, CANDIDATES_ALIGNED)
+                    _select((), of_row, candidates, chosen, shared, of_candidates)
