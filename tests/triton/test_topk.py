@@ -44,14 +44,17 @@ def choose(
     first: int = 0,
     candidates: Candidates | None = None,
     poison: tuple[int, int] = (-77, -77),
+    unseen: float = math.nan,
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel makes of the scores; columns that a token does not see are poisoned here.
+    """What the kernel makes of the scores.
 
-    poison: bits of scores and entries that stand in ``candidates`` beforehand.
+    Args:
+        poison: bits of scores and entries that stand in ``candidates`` beforehand.
+        unseen: score of all columns that a token does not see.
     """
     device = made.batch.positions.device
     visible = made.plan.csa_visible[first : first + len(scores)]
-    poisoned = scores.masked_fill(torch.arange(scores.shape[1]) >= visible[:, None], torch.nan)
+    poisoned = scores.masked_fill(torch.arange(scores.shape[1]) >= visible[:, None], unseen)
     guarded = torch.full((len(scores) + 1, topk), -77, dtype=torch.int32, device=device)
     slots = guarded[:-1]
     lengths = torch.full((len(scores),), -77, dtype=torch.int32, device=device)
@@ -96,6 +99,12 @@ def test_real_sizes_in_one_launch(topk: int, device: str):
     check(new_pass(at_sight(visible), device), random_scores(len(visible), 5000), topk)
 
 
+@pytest.mark.parametrize("columns", [700, 5000, CHUNK_SCORES + 9])
+def test_what_a_token_does_not_see_is_never_chosen(columns: int, device: str):
+    visible = [65, 512, 699, columns - 1, columns]
+    check(new_pass(at_sight(visible), device), random_scores(len(visible), columns), 64, unseen=math.inf)
+
+
 @pytest.mark.parametrize("topk", [3, 512, 1024])
 def test_rows_of_several_chunks(topk: int, device: str):
     visible = [
@@ -114,6 +123,10 @@ def test_rows_of_several_chunks(topk: int, device: str):
     scores[-2] = -torch.arange(2 * CHUNK_SCORES + 7).float()
     scores[-3] = scores[-3].round()  # many ties, across chunks
     scores[-4] = 0.25
+    check(made, scores, topk)
+    scores[-1, 5:] = torch.nan
+    scores[-2] = torch.nan
+    scores[-3, 100 : 2 * CHUNK_SCORES : 3] = torch.nan
     check(made, scores, topk)
 
 
