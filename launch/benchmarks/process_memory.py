@@ -147,7 +147,7 @@ def title(pid: int) -> str:
 
 
 def rollup(pid: int) -> dict[str, int]:
-    """``Rss`` and ``Pss`` of a process in bytes; without ``Pss`` where the kernel has no smaps_rollup."""
+    """Sizes in /proc/PID/smaps_rollup, in bytes; where there is none, ``Rss`` alone, which is 0 of an ended process."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
 """A soak test: mixed, given-up and malformed requests at one server for minutes or hours, then a look at what is left.
 
 Run through launch/soak. Exit status 0 only if requests ran and all ended as they must, no slot or pool token is in
-use, and a probe's greedy ids and log-probabilities are unchanged. Memory must not grow beyond ``--growth`` after a
-warm-up, nor with ``--gpu`` the GPU's beyond ``--gpu-growth``. The last line is the verdict. Figures of past runs:
-launch/results/soak.md.
+use, and a probe's greedy ids and log-probabilities are unchanged. The host's memory (:func:`memory`) must not grow
+beyond ``--growth`` after a warm-up, nor with ``--gpu`` the GPU's beyond ``--gpu-growth``. Processes that grew are
+named. The last line is the verdict. Figures of past runs: launch/results/soak.md.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.process_memory import rollup, title
 
 from programs import device_memory
 from programs.local_server import server
@@ -37,6 +40,14 @@ TOLERANCE = 1e-4
 
 SAMPLE_SECONDS = 15
 """Between two looks at the memory, for the record."""
+LOOKS = 8
+"""Bound on how often the processes are read for one look."""
+MIB = 1 << 20
+"""Bytes."""
+NAMED_MIB = 10
+"""Growth of a process's memory above which it is named."""
+TITLE_CHARACTERS = 100
+"""What is shown of a process's title, which may be a whole command line."""
 ON_GPU = (
     *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.2", "--max-total-tokens", "32768"),
     *("--context-length", "4096", "--max-running-requests", "32", "--cuda-graph-max-bs-decode", "32"),
@@ -207,43 +218,82 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def memory() -> int:
-    """MiB that the server's processes, children of this one, hold for themselves alone."""
-    total = 0
-    for process in descendants(os.getpid()):
-        try:
-            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
-    return total // 1024
+def memory() -> dict[str, int]:
+    """Bytes that the server's processes, children of this one, hold in pages without a file, by title.
+
+    That is PSS less its part in files. Each process has its share of a page that several have, so that a fork does not
+    change the sum. It does change shares: a process has less while a child of it has its pages, too. Processes of one
+    title are added up, and a grammar's child to the process that it is forked from. If processes begin or end
+    meanwhile, all are read again, up to :data:`LOOKS` times in all. A kernel that does not give ``Pss_File`` has pages
+    of files counted, too.
+    """
+    from nvfp4_sgl.serving.grammar_process import CHILD_TITLE, TITLE
+
+    found: collections.Counter[str] = collections.Counter()
+    for _ in range(LOOKS):
+        found.clear()
+        processes = descendants(os.getpid())
+        for process in processes:
+            sizes, name = rollup(process), title(process).replace("\0", " ").strip()
+            found[TITLE if name == CHILD_TITLE else name] += sizes.get("Pss", 0) - sizes.get("Pss_File", 0)
+        if set(processes) == set(descendants(os.getpid())):
+            break
+    return dict(found)
+
+
+@dataclass(frozen=True)
+class Look:
+    """Memory at one moment.
+
+    Attributes:
+        minutes: since the start. processes: as :func:`memory`. on_gpu: MiB, if there is a GPU that tells.
+    """
+
+    minutes: float
+    processes: Mapping[str, int]
+    on_gpu: int | None
+
+    @property
+    def on_host(self) -> int:
+        """MiB of all processes."""
+        return sum(self.processes.values()) // MIB
+
+
+def grown(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """A line for each title that has more than :data:`NAMED_MIB` more than before; what grew most comes first."""
+    more = {name: size - before.get(name, 0) for name, size in after.items()}
+    return [
+        f"{name[:TITLE_CHARACTERS]}: {before.get(name, 0) / MIB:.0f} MiB before, {after[name] / MIB:.0f} MiB after"
+        for name in sorted(more, key=lambda name: -more[name])
+        if more[name] > NAMED_MIB * MIB
+    ]
 
 
 class Record:
-    """Memory minute by minute: MiB of the host, and of a GPU if there is one.
+    """Memory minute by minute.
 
     Attributes:
-        rows: minutes since the start, the host's and the GPU's.
+        looks: all so far.
         whose: of the GPU's memory: this test's processes where nvidia-smi knows them, else all.
     """
 
     def __init__(self, gpu: str | None) -> None:
-        self.rows: list[tuple[float, int, int | None]] = []
+        self.looks: list[Look] = []
         self._gpu, self._start, self._over = gpu, time.monotonic(), threading.Event()
         own = None if gpu is None else device_memory.used_by(descendants(os.getpid()), gpu)
         self.whose = "all processes" if own is None else "the server"
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
-    def look(self) -> tuple[float, int, int | None]:
+    def look(self) -> Look:
         """Now."""
         on_gpu = None
         if self._gpu is not None and self.whose == "the server":
             on_gpu = device_memory.used_by(descendants(os.getpid()), self._gpu)
         elif self._gpu is not None:
             on_gpu = device_memory.used(self._gpu)
-        row = (round((time.monotonic() - self._start) / 60, 2), memory(), on_gpu)
-        self.rows.append(row)
-        return row
+        found = Look(round((time.monotonic() - self._start) / 60, 2), memory(), on_gpu)
+        self.looks.append(found)
+        return found
 
     def _sample(self) -> None:
         while not self._over.wait(SAMPLE_SECONDS):
@@ -301,21 +351,25 @@ def run(url: str, arguments: argparse.Namespace, vocabulary: int) -> bool:
         "requests ended as they must": bool(client.ended) and not client.faults,
         "slots and tokens in use": not any(used.values()),
         "answer of the probe": before[0] == after[0] and difference <= TOLERANCE,
-        "memory": end[1] - start[1] <= arguments.growth,
+        "host memory": start.on_host > 0 and end.on_host - start.on_host <= arguments.growth,
     }
     if arguments.gpu is not None:
-        first, last = start[2], end[2]
+        first, last = start.on_gpu, end.on_gpu
         results["GPU memory"] = first is not None and last is not None and last - first <= arguments.gpu_growth
     ended = ", ".join(f"{count} {how}" for how, count in client.ended.most_common())
     print(f"\n{arguments.minutes:g} minutes, {arguments.concurrency} at once: {sum(client.ended.values())} requests")
     print(f"  {ended}")
     print(f"  in use afterwards: {used}")
     print(f"  probe: ids {'equal' if before[0] == after[0] else 'CHANGED'}, log-probabilities within {difference:.1e}")
-    print(f"  private memory: {start[1]} MiB after {warm_up:g} minutes, {end[1]} MiB at the end")
+    spans = f"{start.on_host} MiB after {warm_up:g} minutes, {end.on_host} MiB at the end"
+    print(f"  host memory, PSS without files: {spans}")
     if arguments.gpu is not None:
-        spans = f"{start[2]} MiB after {warm_up:g} minutes, {end[2]} MiB at the end"
+        spans = f"{start.on_gpu} MiB after {warm_up:g} minutes, {end.on_gpu} MiB at the end"
         print(f"  GPU {arguments.gpu}, memory of {record.whose}: {spans}")
-    print(f"  minutes, private MiB, GPU MiB: {json.dumps(record.rows)}")
+    rows = [(look.minutes, look.on_host, look.on_gpu) for look in record.looks]
+    print(f"  minutes, host MiB, GPU MiB: {json.dumps(rows)}")
+    for line in grown(start.processes, end.processes):
+        print(f"  grew by more than {NAMED_MIB} MiB: {line}")
     for fault in client.faults[:10]:
         print(f"  FAULT {fault}")
     for name, passed in results.items():
@@ -340,7 +394,11 @@ def main() -> int:
     )
     parser.add_argument("--concurrency", type=int, default=16, help="requests at once (default: 16)")
     parser.add_argument(
-        "--growth", type=int, default=200, metavar="MIB", help="that the server's host memory may grow (default: 200)"
+        "--growth",
+        type=int,
+        default=200,
+        metavar="MIB",
+        help="that the server's host memory, PSS without files, may grow (default: 200)",
     )
     parser.add_argument(
         "--gpu", help="serve on this GPU, by its name in CUDA_VISIBLE_DEVICES (default: as SGLang chooses)"
