@@ -1,9 +1,10 @@
-"""Select the topk best entries of each query whose scores one program holds: see :mod:`.topk`.
+"""Select the topk best of the scores that one program holds: a row's, a chunk's, or the candidates of a row's chunks.
 
-The program is written for single threads (:mod:`..common.threads`). It finds a bound that topk or a few more of the
-maxima of groups reach, and keeps the entries that reach it. Among those a histogram of linear bins has one bin with the
-topk-th largest score; the few scores in that bin are compared with each other. The chosen entries become bits in shared
-memory. The number of bits before an entry's is the place of its slot, so slots are in the order of the entries.
+:mod:`.topk` says how rows become programs. A program is written for single threads (:mod:`..common.threads`). It finds
+a bound that topk or a few more of the maxima of groups reach, and keeps the entries that reach it. Among those a
+histogram of linear bins has one bin with the topk-th largest score; the few scores in that bin are compared with each
+other. The chosen entries become bits in shared memory. The number of bits before an entry's is the place of what is
+stored of it, so that is in the order of the entries.
 
 Where too many or too few entries reach the bound, or too many scores are equal to the topk-th, the program counts all
 scores again in a loop.
