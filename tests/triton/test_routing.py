@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvfp4_sgl.errors import OperandError
+from nvfp4_sgl.triton_kernels.experts import routing
 from nvfp4_sgl.triton_kernels.experts.permutation import SINGLE_PROGRAM_MAX_TOKENS, Routes, padded_rows
 from nvfp4_sgl.triton_kernels.experts.routing import route_hash, route_topk
 from tests.triton.support.interpreter import run_backwards
+from tests.triton.support.launches import Launches
 from tests.triton.support.resources import resources
 
 SCALING = 2.5
@@ -246,6 +248,20 @@ def test_permutation_of_many_pairs(tokens: int, topk: int, count: int, tile: int
     torch.manual_seed(tokens)
     assert not Routes.allocate(tokens, topk, count, tile, "cpu").is_sorted
     check_permutation(some_experts(tokens, topk, count), count, tile, device)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wide"), [(1, False), (16, False), (24, False), (32, True), (40, False), (64, True), (256, True)]
+)
+def test_vectors_of_pairs_only_where_sixteen_divides_them(
+    tokens: int, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU one predicate covers a vector's pairs, which the interpreter does not see. Short sorts take none."""
+    launches = Launches(routing._route_topk)
+    monkeypatch.setattr(routing, "_route_topk", launches)
+    semaphore = torch.zeros(1, dtype=torch.int32)
+    route_topk(torch.zeros(tokens, 20), torch.zeros(20), SCALING, Routes.allocate(tokens, 7, 20, 8, "cpu"), semaphore)
+    assert [one["SIXTEENS"] for one in launches.given] == [wide]
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 40, SINGLE_PROGRAM_MAX_TOKENS + 40])

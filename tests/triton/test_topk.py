@@ -20,6 +20,7 @@ from nvfp4_sgl.triton_kernels.indexer.topk import (
     select_entries,
 )
 from tests.triton.support.interpreter import run_backwards
+from tests.triton.support.launches import Launches
 from tests.triton.support.passes import Pass, new_pass
 from tests.triton.support.resources import resources
 
@@ -345,17 +346,6 @@ def test_refusals(device: str):
             select_entries(wide, made.batch, 8, slots, lengths, candidates=candidates)
 
 
-class Launches:
-    """A kernel that notes the arguments of its launches, by the names of ``_select_kernel``'s."""
-
-    def __init__(self) -> None:
-        self.given: list[dict[str, Any]] = []
-        self._names = topk_module._select_kernel.arg_names
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, **options: self.given.append(dict(zip(self._names, arguments, strict=True)))
-
-
 @pytest.mark.parametrize(
     ("begin", "stride", "aligned"), [(0, 200, True), (4, 200, True), (1, 200, False), (2, 200, False), (0, 202, False)]
 )
@@ -363,7 +353,7 @@ def test_four_scores_at_once_only_of_aligned_rows(
     begin: int, stride: int, aligned: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """A GPU refuses such loads from elsewhere, which the interpreter does not see."""
-    launches = Launches()
+    launches = Launches(topk_module._select_kernel)
     monkeypatch.setattr(topk_module, "_select_kernel", launches)
     made, memory = new_pass(at_sight([150] * 2), "cpu"), torch.zeros(1000)
     assert memory.data_ptr() % 16 == 0
