@@ -135,9 +135,12 @@ def test_index_weights_beside_the_rest(tokens: int, device: str):
     world.suppose({1: 120, 2: 125, 3: 3})
     batch, wide = world.prepare(dict.fromkeys(range(1, tokens + 1), 1))
     latents, given = some_latents(tokens, 128, torch.float32, device), some_index_weights(tokens, 5, 600, device)
+    around = torch.full((MAX_TOKENS, 8), torch.nan, device=device)
+    given = replace(given, out=around[:tokens, :5])
     prepare_attention(
         latents, world.calls(wide), batch, world.frequencies, workspace=world.workspace, index_weights=given
     )
+    assert bool(around[tokens:].isnan().all()) and bool(around[:, 5:].isnan().all()), "stored outside the result"
     check_latents(latents)
     world.check_states()
     world.check_entries()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nvfp4_sgl.cache.plan import Batch, plan_batch
 from nvfp4_sgl.errors import OperandError
@@ -14,6 +16,11 @@ from nvfp4_sgl.triton_kernels.plan.resolve import BLOCK_COLUMNS, Plan, resolve
 from tests.triton.support.resources import resources
 
 WINDOW = 128
+WRITTEN_OF_BATCH = ("owners", "starts", "bounds", "pages", "window_slots")
+WRITTEN = ("window_write", "window_lengths", "entry_slots", "entry_lengths")
+"""What ``resolve`` writes, of a plan's batch and of the plan."""
+GUARD_ROWS = 64
+"""More than the requests that a kernel pads a few to."""
 
 
 def sequences(starts: list[int], ends: list[int], *, seed: int = 0) -> Batch:
@@ -32,7 +39,7 @@ def sequences(starts: list[int], ends: list[int], *, seed: int = 0) -> Batch:
 
 
 def device_plan(batch: Batch, device: str, *, longest: int, decode: bool, is_block: bool = False) -> Plan:
-    """``resolve`` on poisoned outputs."""
+    """``resolve`` on poisoned outputs, behind whose rows nothing may be stored."""
     counts = batch.ends - batch.starts
     positions = torch.cat([torch.arange(a, b) for a, b in zip(batch.starts, batch.ends, strict=True)])
     slots = torch.full((int(batch.requests.max()) + 1, batch.full_slots.shape[1] + 5), 2**30, dtype=torch.int32)
@@ -41,11 +48,18 @@ def device_plan(batch: Batch, device: str, *, longest: int, decode: bool, is_blo
         positions.to(device), batch.requests.to(device), slots.to(device), batch.full_to_swa.to(device),
         window=WINDOW, longest=longest, tokens_each=1 if decode else None, is_block=is_block,
     )  # fmt: skip
-    for tensor in (plan.window_write, plan.window_slots, plan.window_lengths, plan.entry_slots, plan.entry_lengths):
-        tensor.fill_(-77)
-    for tensor in (plan.batch.owners, plan.batch.starts, plan.batch.bounds, plan.batch.pages):
-        tensor.fill_(-77)
+    behind = []
+
+    def guarded(tensor: Tensor) -> Tensor:
+        rows = tensor.new_full((len(tensor) + GUARD_ROWS, *tensor.shape[1:]), -77)
+        behind.append(rows[len(tensor) :])
+        return rows[: len(tensor)]
+
+    of_batch: dict[str, Any] = {name: guarded(getattr(plan.batch, name)) for name in WRITTEN_OF_BATCH}
+    written: dict[str, Any] = {name: guarded(getattr(plan, name)) for name in WRITTEN}
+    plan = replace(plan, batch=replace(plan.batch, **of_batch), **written)
     resolve(plan, batch.ends.to(device), None if decode else counts.int().to(device))
+    assert all(bool((rows == -77).all()) for rows in behind), "stored behind the last row"
     return plan
 
 
