@@ -148,6 +148,18 @@ def test_as_many_tokens_as_requests_but_not_one_each(case: tuple[int, int], devi
     world.check_entries()
 
 
+@pytest.mark.parametrize(("case", "start", "count", "units"), [(CASES[0], 2, 14, 2), (CASES[2], 100, 130, 1)])
+def test_programs_beyond_the_last_unit_do_nothing(
+    case: tuple[int, int], start: int, count: int, units: int, device: str
+):
+    """They would take the request's first unit again, whose history in the state the pass has overwritten."""
+    assert unit_limit(count, 1, case[0]) == units + 1
+    world = World([case], device)
+    world.suppose({1: start})
+    world.run({1: count})
+    world.check_entries()
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_request_that_adds_nothing(case: tuple[int, int], device: str):
     world = World([case], device, requests=3)
