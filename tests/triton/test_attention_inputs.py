@@ -128,6 +128,12 @@ def some_index_weights(tokens: int, heads: int, width: int, device: str) -> Inde
     return IndexWeights(x.bfloat16().to(device)[:, :width], weight.bfloat16().to(device), out)
 
 
+def check_index_weights(given: IndexWeights) -> None:
+    exact = given.x.double() @ given.weight.double().T
+    slack = given.x.double().abs() @ given.weight.double().abs().T * given.x.shape[1] * 2.0**-24
+    assert bool(((given.out.double() - exact).abs() <= slack).all())
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 4])
 def test_index_weights_beside_the_rest(tokens: int, device: str):
     """All of a CSA layer's inputs in one launch; heads and columns that no block divides."""
@@ -144,9 +150,14 @@ def test_index_weights_beside_the_rest(tokens: int, device: str):
     check_latents(latents)
     world.check_states()
     world.check_entries()
-    exact = given.x.double() @ given.weight.double().T
-    slack = given.x.double().abs() @ given.weight.double().abs().T * 600 * 2.0**-24
-    assert bool(((given.out.double() - exact).abs() <= slack).all())
+    check_index_weights(given)
+
+
+def test_index_weights_alone(device: str):
+    world, given = World(LAYERS["SWA"], device, requests=3), some_index_weights(3, 5, 600, device)
+    batch, _ = world.prepare(dict.fromkeys(range(1, 4), 1))
+    prepare_attention(None, [], batch, world.frequencies, index_weights=given)
+    check_index_weights(given)
 
 
 @pytest.mark.parametrize("each", [2, 16])
