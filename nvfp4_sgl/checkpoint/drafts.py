@@ -110,30 +110,32 @@ def claimed_kind(raw: Mapping[str, Any]) -> DraftKind | None:
     return DraftKind.MTP if raw.get("num_nextn_predict_layers") else None
 
 
-def draft_specs(kind: DraftKind, raw: Mapping[str, Any], config: ModelConfig) -> dict[str, TensorSpec]:
-    """Logical tensors of a draft, by stem or name.
+def draft_specs(
+    kind: DraftKind, raw: Mapping[str, Any], config: ModelConfig, *, source: str = "config.json"
+) -> dict[str, TensorSpec]:
+    """Logical tensors of a draft, by stem or name. source: the file of ``raw``, for messages.
 
     Raises:
         ConfigError: DSpark's fields of config.json are absent or wrong, or fields say that MTP is not one block with a
             window.
     """
     if kind is DraftKind.MTP:
-        _check_mtp(raw, config)
+        _check_mtp(raw, config, source)
         return mtp_specs(config)
-    return dspark_specs(config, DsparkConfig.parse(raw, config))
+    return dspark_specs(config, DsparkConfig.parse(raw, config, source))
 
 
-def _check_mtp(raw: Mapping[str, Any], config: ModelConfig) -> None:
+def _check_mtp(raw: Mapping[str, Any], config: ModelConfig, source: str) -> None:
     """Refuse fields of config.json that say of an MTP draft what is not implemented."""
     blocks, layers = config.num_nextn_predict_layers, config.num_hidden_layers
     if blocks > 1:
         raise ConfigError(
-            f"config.json: field 'num_nextn_predict_layers': expected 1, the block of an MTP draft, found {blocks};"
+            f"{source}: field 'num_nextn_predict_layers': expected 1, the block of an MTP draft, found {blocks};"
             " more are not implemented: serve without --speculative-algorithm"
         )
     if any(raw["compress_ratios"][layers:]):
         raise ConfigError(
-            f"config.json: field 'compress_ratios': expected {layers} entries, and a 0 for the block of an MTP draft,"
+            f"{source}: field 'compress_ratios': expected {layers} entries, and a 0 for the block of an MTP draft,"
             f" which has a window alone, found {shown(raw['compress_ratios'])}; serve without --speculative-algorithm"
         )
 
@@ -150,7 +152,8 @@ def verify_draft(inventory: Inventory, raw: Mapping[str, Any], config: ModelConf
         return None
     sizes = {name: entry.nbytes for name, entry in inventory.entries.items() if name.startswith(MTP_PREFIX)}
     names = [name for name in sizes if not DRAFT_COPIES.match(name)]
-    storages = inventory.verify_part(draft_specs(kind, raw, config).values(), names)
+    specs = draft_specs(kind, raw, config, source=str(inventory.directory / "config.json"))
+    storages = inventory.verify_part(specs.values(), names)
     return draft_of(kind, raw, config, storages, sizes)
 
 

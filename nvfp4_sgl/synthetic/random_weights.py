@@ -57,7 +57,7 @@ class RandomWeights(Verified):
         kind = claimed_kind(self.raw)
         if kind is None:
             return None
-        specs = draft_specs(kind, self.raw, self.config)
+        specs = draft_specs(kind, self.raw, self.config, source=str(self.inventory.directory / "config.json"))
         storages = claimed_storages(self.raw, self.config, specs)
         sizes = {entry.name: entry.nbytes for entry in _all_entries(specs, storages)}
         return draft_of(kind, self.raw, self.config, storages, sizes)

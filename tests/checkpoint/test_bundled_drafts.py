@@ -322,6 +322,7 @@ def test_fields_that_say_another_mtp_draft(name: str, written: Any, tmp_path: Pa
     fields, message = UNLIKE_MTP[name]
     path = copy_checkpoint(written(TinyFormat.NVFP4_FULL, TinyDraft.MTP), tmp_path / "copy")
     change_json(path / "config.json", lambda config: config.update(fields))
+    message = rf"{path}/config.json: field {message}"
     with pytest.raises(ConfigError, match=message):
         found(verify(path))
     report = inspect(verify(path))
