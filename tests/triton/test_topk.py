@@ -15,6 +15,7 @@ from nvfp4_sgl.triton_kernels.indexer import topk as topk_module
 from nvfp4_sgl.triton_kernels.indexer.topk import (
     KEPT_MAX,
     MAX_REGISTERS,
+    THREADS,
     Candidates,
     new_candidates,
     select_entries,
@@ -214,6 +215,12 @@ def test_more_ties_than_are_kept(topk: int, device: str):
     scores[2, 1::2] = -1.0
     scores[3, :40] = 2.0
     check(made, scores, topk)
+
+
+def test_every_thread_finds_a_larger_one_among_too_many_ties(device: str):
+    made, scores = new_pass(at_sight([5000]), device), torch.zeros(1, 5000)
+    scores[0, THREADS : 2 * THREADS] = 1.0
+    check(made, scores, THREADS + 88)
 
 
 def test_numbers_of_every_kind(device: str):
