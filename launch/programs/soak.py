@@ -40,13 +40,13 @@ TOLERANCE = 1e-4
 
 SAMPLE_SECONDS = 15
 """Between two looks at the memory, for the record."""
-LOOKS = 8
+MAX_READINGS = 8
 """Bound on how often the processes are read for one look."""
 MIB = 1 << 20
 """Bytes."""
-NAMED_MIB = 10
+NAMED_GROWTH_MIB = 10
 """Growth of a process's memory above which it is named."""
-TITLE_CHARACTERS = 100
+MAX_TITLE_CHARACTERS = 100
 """What is shown of a process's title, which may be a whole command line."""
 ON_GPU = (
     *("--sampling-backend", "pytorch", "--mem-fraction-static", "0.2", "--max-total-tokens", "32768"),
@@ -224,13 +224,13 @@ def memory() -> dict[str, int]:
     That is PSS less its part in files. Each process has its share of a page that several have, so that a fork does not
     change the sum. It does change shares: a process has less while a child of it has its pages, too. Processes of one
     title are added up, and a grammar's child to the process that it is forked from. If processes begin or end
-    meanwhile, all are read again, up to :data:`LOOKS` times in all. A kernel that does not give ``Pss_File`` has pages
-    of files counted, too.
+    meanwhile, all are read again, :data:`MAX_READINGS` times at most. A kernel that does not give ``Pss_File`` has
+    pages of files counted, too.
     """
     from nvfp4_sgl.serving.grammar_process import CHILD_TITLE, TITLE
 
     found: collections.Counter[str] = collections.Counter()
-    for _ in range(LOOKS):
+    for _ in range(MAX_READINGS):
         found.clear()
         processes = descendants(os.getpid())
         for process in processes:
@@ -260,12 +260,12 @@ class Look:
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    """A line for each title that has more than :data:`NAMED_MIB` more than before; what grew most comes first."""
+    """A line for each title that grew by more than :data:`NAMED_GROWTH_MIB`; what grew most comes first."""
     more = {name: size - before.get(name, 0) for name, size in after.items()}
     return [
-        f"{name[:TITLE_CHARACTERS]}: {before.get(name, 0) / MIB:.0f} MiB before, {after[name] / MIB:.0f} MiB after"
+        f"{name[:MAX_TITLE_CHARACTERS]}: {before.get(name, 0) / MIB:.0f} MiB before, {after[name] / MIB:.0f} MiB after"
         for name in sorted(more, key=lambda name: -more[name])
-        if more[name] > NAMED_MIB * MIB
+        if more[name] > NAMED_GROWTH_MIB * MIB
     ]
 
 
@@ -369,7 +369,7 @@ def run(url: str, arguments: argparse.Namespace, vocabulary: int) -> bool:
     rows = [(look.minutes, look.on_host, look.on_gpu) for look in record.looks]
     print(f"  minutes, host MiB, GPU MiB: {json.dumps(rows)}")
     for line in grown(start.processes, end.processes):
-        print(f"  grew by more than {NAMED_MIB} MiB: {line}")
+        print(f"  grew by more than {NAMED_GROWTH_MIB} MiB: {line}")
     for fault in client.faults[:10]:
         print(f"  FAULT {fault}")
     for name, passed in results.items():

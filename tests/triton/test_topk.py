@@ -387,7 +387,7 @@ def test_a_million_tokens(topk: int, device: str):
         assert bool((slots[row, kept:] == -1).all())
 
 
-STACK_BYTES = 16
+MAX_STACK_BYTES = 16
 """Bytes of the stack that a thread may take: registers are for the scores."""
 SERVED = ((2048, 512), (CHUNK_SCORES, 1024), (262144, 512), (262144, 1024))
 """Columns and topk of models."""
@@ -408,5 +408,5 @@ def test_kernels_fit(architecture: int):
     found = [usage for usage in resources(__name__) if usage.architecture == architecture]
     assert len(found) == len(SERVED) + 1
     for usage in found[: len(SERVED)]:
-        assert usage.registers <= MAX_REGISTERS and usage.stack <= STACK_BYTES and usage.local == 0, usage
+        assert usage.registers <= MAX_REGISTERS and usage.stack <= MAX_STACK_BYTES and usage.local == 0, usage
         assert usage.shared <= 16, f"more than a semaphore's count moves between threads by Triton: {usage}"
