@@ -117,7 +117,7 @@ def draft_specs(
 
     Raises:
         ConfigError: DSpark's fields of config.json are absent or wrong, or fields say that MTP is not one block with a
-            window.
+            window, or is DSpark.
     """
     if kind is DraftKind.MTP:
         _check_mtp(raw, config, source)
@@ -132,6 +132,12 @@ def _check_mtp(raw: Mapping[str, Any], config: ModelConfig, source: str) -> None
         raise ConfigError(
             f"{source}: field 'num_nextn_predict_layers': expected 1, the block of an MTP draft, found {blocks};"
             " more are not implemented: serve without --speculative-algorithm"
+        )
+    if of_dspark := [field for field in raw if field.startswith(DSPARK)]:
+        raise ConfigError(
+            f"{source}: field {of_dspark[0]!r}: expected none of a DSpark draft, as the tensors are those of an MTP"
+            f" draft ('{DraftKind.MTP.mark}'), found {shown(raw[of_dspark[0]])}; fetch config.json again, or serve"
+            " without --speculative-algorithm"
         )
     if any(raw["compress_ratios"][layers:]):
         raise ConfigError(
@@ -152,9 +158,9 @@ def verify_draft(inventory: Inventory, raw: Mapping[str, Any], config: ModelConf
         return None
     sizes = {name: entry.nbytes for name, entry in inventory.entries.items() if name.startswith(MTP_PREFIX)}
     names = [name for name in sizes if not DRAFT_COPIES.match(name)]
-    specs = draft_specs(kind, raw, config, source=str(inventory.directory / "config.json"))
-    storages = inventory.verify_part(specs.values(), names)
-    return draft_of(kind, raw, config, storages, sizes)
+    source = str(inventory.directory / "config.json")
+    storages = inventory.verify_part(draft_specs(kind, raw, config, source=source).values(), names)
+    return draft_of(kind, raw, config, storages, sizes, source=source)
 
 
 def draft_of(
@@ -163,15 +169,19 @@ def draft_of(
     config: ModelConfig,
     storages: Mapping[str, Storage],
     sizes: Mapping[str, int],
+    *,
+    source: str,
 ) -> Draft:
     """A draft whose matrices are in ``storages``, and whose tensors take as many bytes as ``sizes`` says by name.
+
+    source: the file of ``raw``, for messages.
 
     Raises:
         ConfigError: as :func:`draft_specs`.
     """
-    specs, stages, block = draft_specs(kind, raw, config), 1, None
+    specs, stages, block = draft_specs(kind, raw, config, source=source), 1, None
     if kind is DraftKind.DSPARK:
-        dspark = DsparkConfig.parse(raw, config)
+        dspark = DsparkConfig.parse(raw, config, source)
         stages, block = dspark.stages, dspark.block
     not_read = tuple(name for name in sizes if DRAFT_COPIES.match(name) or name.endswith(CONFIDENCE))
     return Draft(kind, specs, storages, stages, block, len(sizes), sum(sizes.values()), not_read)

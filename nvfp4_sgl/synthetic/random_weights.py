@@ -57,10 +57,11 @@ class RandomWeights(Verified):
         kind = claimed_kind(self.raw)
         if kind is None:
             return None
-        specs = draft_specs(kind, self.raw, self.config, source=str(self.inventory.directory / "config.json"))
+        source = str(self.inventory.directory / "config.json")
+        specs = draft_specs(kind, self.raw, self.config, source=source)
         storages = claimed_storages(self.raw, self.config, specs)
         sizes = {entry.name: entry.nbytes for entry in _all_entries(specs, storages)}
-        return draft_of(kind, self.raw, self.config, storages, sizes)
+        return draft_of(kind, self.raw, self.config, storages, sizes, source=source)
 
     def draft_inventory(self) -> Inventory:
         """The inventory of the tensors of :meth:`draft` alone."""

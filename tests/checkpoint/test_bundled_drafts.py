@@ -334,6 +334,16 @@ def test_fields_that_say_another_mtp_draft(name: str, written: Any, tmp_path: Pa
         verify_dummy(path).draft()
 
 
+def test_fields_of_dspark_beside_an_mtp_draft(written: Any, tmp_path: Path) -> None:
+    """They may be meant for other tensors: nothing drafts, and the decoder still serves."""
+    path = copy_checkpoint(written(TinyFormat.NVFP4_FULL, TinyDraft.MTP), tmp_path / "copy")
+    change_json(path / "config.json", lambda config: config.update(dspark_block_size=5))
+    with pytest.raises(ConfigError, match=rf"{path}/config.json: field 'dspark_block_size': .* an MTP draft .*found 5"):
+        found(verify(path))
+    report = inspect(verify(path))
+    assert not report.problems and [note.kind for note in report.notes] == ["draft-not-usable"]
+
+
 def test_drafts_that_cannot_replace_each_other(written: Any, tmp_path: Path) -> None:
     """Where one is served; otherwise they do not count."""
     mtp, dspark, none = (verify(written(TinyFormat.NVFP4_FULL, draft)) for draft in (*KINDS, TinyDraft.NONE))

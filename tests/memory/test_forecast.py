@@ -14,7 +14,9 @@ from nvfp4_sgl import cli, prompt_sizes
 from nvfp4_sgl.cache.layout import DRAFTED_STATE_RING, STATE_RING, Rings
 from nvfp4_sgl.checkpoint import modelopt_words
 from nvfp4_sgl.checkpoint.drafts import Draft, DraftKind
+from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.storage import Storage
+from nvfp4_sgl.checkpoint.summary import CheckpointSummary
 from nvfp4_sgl.checkpoint.verified import Verified
 from nvfp4_sgl.config import ModelConfig
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
@@ -213,7 +215,8 @@ PRO_DSPARK = (
 def released(raw: dict[str, Any]) -> Draft:
     """The draft of a release with that config: experts in MXFP4, other matrices in FP8."""
     storages = {"expert_dtype": "fp4", "quantization_config": dict(modelopt_words.FP8_BLOCKS)}
-    draft = RandomWeights(raw | storages, ModelConfig.from_dict(raw), None, None).draft()  # type: ignore[arg-type]
+    config, inventory = ModelConfig.from_dict(raw), Inventory(Path("release"), {})
+    draft = RandomWeights(raw | storages, config, inventory, CheckpointSummary(inventory.directory)).draft()
     assert draft is not None
     return draft
 
