@@ -21,8 +21,9 @@ PROGRESS_SECONDS = 5
 LOG_TAIL_LINES = 40
 STAGE = "] nvfp4_sgl: "
 """What stands before a stage's name in the log, behind the time."""
-PORTS = (20_000, 32_768)
-"""Ports of servers whose caller names none: below those that Linux gives outgoing connections."""
+PORTS = (10_000, 20_000)
+"""Ports of servers whose caller names none: below 22,000, where SGLang's for ranks begin, and 32,768, where Linux's for
+outgoing connections do."""
 
 
 class ServerError(Exception):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from nvfp4_sgl.serving.drafts import checks
 from nvfp4_sgl.serving.flags.combinations import check_combinations
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import OFF
-from nvfp4_sgl.serving.flags.values import check_value
+from nvfp4_sgl.serving.http_port import held_port
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.ledger import find
 from nvfp4_sgl.sglang_defaults import CPU_SWA_RATIO
@@ -178,24 +177,13 @@ def check_keys(given: Mapping[str, Any]) -> None:
         raise ConfigError("--admin-api-key: the same as --api-key, which every user has; choose another")
 
 
-def check_port(host: str, port: int) -> None:
-    """Refuse a port that another process listens on, before weights are loaded."""
-    check_value("port", port)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error}); choose another port") from error
-
-
 def launch_server(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around SGLang's start of a server, not of an engine without one: look at the port before anything else."""
+    """Hook around SGLang's start of a server, not of an engine without one: take the port before anything else."""
     given = settings.given_arguments(server_args)
-    if is_our_checkpoint(given["model_path"]):
-        check_port(given["host"], given["port"])
-    return original(server_args, *args, **kwargs)
+    if not is_our_checkpoint(given["model_path"]):
+        return original(server_args, *args, **kwargs)
+    with held_port(given["host"], given["port"]):
+        return original(server_args, *args, **kwargs)
 
 
 def redacted(original: Callable[[Any], dict[str, Any]], server_args: Any) -> dict[str, Any]:

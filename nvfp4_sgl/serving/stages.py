@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nvfp4_sgl.serving.http_port import comes_to_listen
 from nvfp4_sgl.serving.requests import serves_our_model
-from nvfp4_sgl.serving.sglang import http_server, parallel
+from nvfp4_sgl.serving.sglang import http_server, parallel, settings
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +36,24 @@ def begun(*words: str) -> None:
 
 
 def warm_up_server(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Hook around SGLang's wait for its own first request: log ``ready`` when ``/health`` answers 200."""
+    """Hook around SGLang's wait for its own first request: log ``ready`` when ``/health`` answers 200.
+
+    Where this process does not come to listen, no request is sent: the server ends as soon as this returns.
+    """
+    if not serves_our_model():
+        original(*args, **kwargs)
+        return
+    host, port = settings.resolved("host"), settings.resolved("port")
+    if not comes_to_listen(port):
+        logger.error(
+            "nvfp4_sgl: --host %s --port %s: cannot listen there: another process came to while weights were loaded;"
+            " choose another port",
+            host,
+            port,
+        )
+        return
     original(*args, **kwargs)
-    if serves_our_model() and http_server.is_healthy():
+    if http_server.is_healthy():
         logger.info("nvfp4_sgl: ready: %.1f s since the start of the server", process_seconds())
 
 

@@ -363,14 +363,3 @@ def test_flags_of_whitespace_hold_for_calls(
         if spaces is not None:
             call = CALL.replace("INDENT", " " * spaces)
             assert xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True).accept_string(call) == expected
-
-
-def test_ports() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--port {port}: cannot listen"):
-            arguments.check_port("127.0.0.1", port)
-    arguments.check_port("127.0.0.1", port)
-    for host, port in (("no such host", 1), ("127.0.0.1", 70000)):
-        with pytest.raises(ConfigError):
-            arguments.check_port(host, port)

@@ -31,7 +31,9 @@ from tests.support.forks import MODULES, Fork, launch
 sys.path.append(str(Path(__file__).parents[2] / "launch"))  # its scripts import each other by bare name
 from programs.local_server import free_port
 
-START_SECONDS = 600
+START_SECONDS = 300
+"""Less than a test may take, so that the reason is told: what the log says and where each process stands."""
+
 STOP_SECONDS = 20
 TAIL_CHARACTERS = 4000
 FATAL = re.compile(
@@ -148,8 +150,17 @@ class Server:
             if self.is_ready():
                 return self
             time.sleep(0.25)
+        stacks = self.stacks()
         self.stop()
-        raise ServerExited(f"not ready after {seconds} s:\n{self.excerpt()}")
+        raise ServerExited(f"not ready after {seconds} s:\n{self.excerpt()}\n{stacks}")
+
+    def stacks(self) -> str:
+        """Where each thread of its processes stands, as py-spy sees it."""
+        dumps = [
+            subprocess.run(["py-spy", "dump", "--pid", str(process.pid)], capture_output=True, text=True, timeout=60)
+            for process in session_processes(self.process.pid)
+        ]
+        return "\n".join(dump.stdout or dump.stderr for dump in dumps)
 
     def wait_exit(self, seconds: float = START_SECONDS) -> int:
         """Exit code of a server that is expected to end by itself and to leave no process behind."""
