@@ -86,16 +86,14 @@ def add_bound(parser: argparse.ArgumentParser, help: str, default: float | None 
 def add_prompt(parser: argparse.ArgumentParser, default: int) -> None:
     """``--prompt`` and ``--steps``: the passes of a run."""
     parser.add_argument(
-        "--prompt", type=int, default=default, metavar="TOKENS", help=f"of the first pass (default: {default})"
+        "--prompt", type=int, default=default, metavar="TOKENS", help=f"tokens of the first pass (default: {default})"
     )
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="decode steps after it (default: 2)")
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """``--threads``; ``None`` is for the command to choose."""
-    parser.add_argument(
-        "--threads", type=positive, metavar="N", help="that read files (default: the cores of this process)"
-    )
+    parser.add_argument("--threads", type=positive, metavar="N", help="threads that read files (default: one a core)")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -40,16 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="OUT",
-        help="where to put the kernels, for NVFP4_SGL_KERNELS=OUT on the machine that serves;"
-        " default: this user's caches, where a server here finds them by itself",
+        help="folder for the kernels; the machine that serves gets it in NVFP4_SGL_KERNELS=OUT"
+        " (default: this user's caches, where a server here finds them by itself)",
     )
     add_json(parser)
-    parser.add_argument("--context-length", type=positive, metavar="TOKENS", help="as served; default: the model's")
     parser.add_argument(
-        "--max-running-requests", type=positive, default=REQUESTS, metavar="N", help=f"default: {REQUESTS}"
+        "--context-length", type=positive, metavar="TOKENS", help="tokens of the longest request (default: the model's)"
     )
     parser.add_argument(
-        "--chunked-prefill-size", type=positive, default=CHUNK, metavar="TOKENS", help=f"default: {CHUNK}"
+        "--max-running-requests",
+        type=positive,
+        default=REQUESTS,
+        metavar="N",
+        help=f"requests at once (default: {REQUESTS})",
+    )
+    parser.add_argument(
+        "--chunked-prefill-size",
+        type=positive,
+        default=CHUNK,
+        metavar="TOKENS",
+        help=f"tokens of prompts in a pass (default: {CHUNK})",
     )
     add_drafts(parser)
 

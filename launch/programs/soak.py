@@ -390,7 +390,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/soak", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", nargs="?", type=Path, help="served checkpoint; a tiny one is made by default")
     parser.add_argument(
-        "--minutes", type=float, default=60, help="of requests; the first quarter warms up (default: 60)"
+        "--minutes", type=float, default=60, help="minutes of requests; the first quarter warms up (default: 60)"
     )
     parser.add_argument("--concurrency", type=int, default=16, help="requests at once (default: 16)")
     parser.add_argument(
@@ -398,13 +398,17 @@ def main() -> int:
         type=int,
         default=200,
         metavar="MIB",
-        help="that the server's host memory, PSS without files, may grow (default: 200)",
+        help="largest accepted growth of the server's host memory, PSS without files (default: 200)",
     )
     parser.add_argument(
         "--gpu", help="serve on this GPU, by its name in CUDA_VISIBLE_DEVICES (default: as SGLang chooses)"
     )
     parser.add_argument(
-        "--gpu-growth", type=int, default=128, metavar="MIB", help="that its GPU memory may grow (default: 128)"
+        "--gpu-growth",
+        type=int,
+        default=128,
+        metavar="MIB",
+        help="largest accepted growth of its GPU memory (default: 128)",
     )
     parser.add_argument("--flags", default="", help="further flags of the server, in one string")
     parser.add_argument("--log", type=Path, help="file for the server's log; thrown away by default")

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``nvfp4-sgl convert``."""
     names = ", ".join(kind.value for kind in MatrixClass)
     parser.description = (
-        "Write a checkpoint with its large matrices in NVFP4. After an interruption the same command goes on."
+        "Write a checkpoint with its large matrices in NVFP4. After an interruption the same command resumes."
     )
     add_checkpoint(parser, more=", in any format that is read")
     add_output(parser, "where to write: new, empty, or a conversion begun")
@@ -52,15 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafts",
         choices=["keep", "nvfp4"],
         default="keep",
-        help="whether drafts (mtp.*) stay byte for byte or get these classes in NVFP4, too: an engine"
-        " that drafts must read it (default: %(default)s)",
+        help="keep drafts (mtp.*) byte for byte, or convert these classes in them, too; an engine that drafts must"
+        " then read NVFP4 (default: %(default)s)",
     )
     parser.add_argument(
         "--shard-size",
         metavar="SIZE",
         type=_checked(parse_size),
         default="5GB",
-        help="of a file (default: %(default)s)",
+        help="largest size of a file (default: %(default)s)",
     )
     parser.add_argument("--device", help="cpu or cuda[:N], for the arithmetic (default: a GPU if there is one)")
     parser.add_argument("--jobs", metavar="N", type=_count, help="files written at once (default: cores, at most 8)")

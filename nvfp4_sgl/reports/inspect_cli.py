@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     add_threads(parser)
     parser.add_argument(
-        "--checksums", action="store_true", help="hold every tensor against the manifest that 'convert' wrote"
+        "--checksums", action="store_true", help="compare every tensor with the checksums that 'convert' wrote"
     )
 
 

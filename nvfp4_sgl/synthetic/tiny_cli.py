@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--names",
         choices=[names.value for names in TinyNames],
         default=TinyNames.ORIGINAL.value,
-        help="of the tensors (default: %(default)s)",
+        help="naming scheme of the tensors (default: %(default)s)",
     )
     parser.add_argument(
         "--draft",
         choices=[draft.value for draft in TinyDraft],
-        help="what is bundled for drafting (default: mtp, and none in compressed-tensors)",
+        help="draft to include (default: mtp; none in compressed-tensors)",
     )
     add_seed(parser, "the random weights")
     parser.add_argument("--force", action="store_true", help="replace a tiny checkpoint that is already there")

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt(parser, 300)
     add_seed(parser, "activations and token ids")
     small, large = (default_bound([mode], of_a_run=False) for mode in (ActivationMode.W4A16, ActivationMode.W4A4))
-    add_bound(parser, f"median error that is too large (default: {small:g}; with w4a4 {large:g})")
+    add_bound(parser, f"median error above which an op departs (default: {small:g}; with w4a4 {large:g})")
     add_json(parser)
 
 

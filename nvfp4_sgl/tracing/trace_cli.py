@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "second", nargs="?", type=Path, metavar="B", help="the other run (default: the checkpoint A in another mode)"
     )
     add_target(parser)
-    add_mode(parser, "another than A's, if the target has one")
+    add_mode(parser, "not A's, if the target has another")
     parser.add_argument(
         "--first-mode",
         choices=[mode.value for mode in ActivationMode],
@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = {name: parser.get_default(name) for name in DRAWN}
     parser.set_defaults(**dict.fromkeys(DRAWN), drawn=defaults)
     small, large = (default_bound([mode], of_a_run=True) for mode in (ActivationMode.W4A16, ActivationMode.W4A4))
-    add_bound(parser, f"error of an op that departs (default: {small:g}; if A or B is of w4a4 {large:g})")
-    parser.add_argument("--exact", action="store_true", help="an op departs if any bit does")
+    add_bound(parser, f"error above which an op departs (default: {small:g}; if A or B is of w4a4 {large:g})")
+    parser.add_argument("--exact", action="store_true", help="an op departs if any of its bits differs")
     add_json(parser)
 
 

@@ -20,7 +20,7 @@ SCRIPTS = sorted(
     file.name for file in (ROOT / "launch").iterdir() if file.is_file() and file.read_text().startswith("#!")
 )
 GPU = sorted(name for name in SCRIPTS if "require_gpu" in (ROOT / "launch" / name).read_text())
-PLACES = {"bench_load": ["DIR"]}
+PLACES = {"bench_load": ["DIR"], "soak": ["--gpu", "0"]}
 """Arguments without which a script is not called."""
 ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
 
