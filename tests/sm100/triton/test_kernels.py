@@ -46,6 +46,7 @@ TOGETHER = [
     "logits_of_parts_of_k",
     "largest_logits",
     "guesses_of_a_block",
+    "choice_among_chunks",
 ]
 """Kernels whose programs wait for one another, or whose last program finishes the work."""
 
@@ -73,6 +74,7 @@ COUNTED = [
     ("logits_of_parts_of_k", "_router_logits_split", "atom.global.gpu.acq_rel.add"),
     ("largest_logits", "_greedy_tokens", "atom.global.gpu.acq_rel.add"),
     ("guesses_of_a_block", "_markov_step", "atom.global.gpu.acq_rel.add"),
+    ("choice_among_chunks", "_select_kernel", "atom.global.gpu.acq_rel.add"),
     ("next_site_quantised", "site_kernel", "atom.global.gpu.release.add"),
     ("next_site_quantised", "site_kernel", "ld.acquire.gpu"),
 ]

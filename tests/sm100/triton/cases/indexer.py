@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from nvfp4_sgl.limits import CHUNK_SCORES
 from nvfp4_sgl.triton_kernels.indexer.query import prepare_queries
@@ -52,9 +54,23 @@ def exact_index_scores() -> Outputs:
     return {"scores": Layer(made, 16, exact=True).scores(80, 1, "cpu", tiling=None)}
 
 
-def choose(visible: list[int], columns: int, topk: int) -> Outputs:
+def with_ties(scores: Tensor) -> None:
+    scores[:, ::7] = scores[:, :1]
+
+
+def nearly_equal(scores: Tensor) -> None:
+    """Nine in ten lie so near each other that a histogram over all has them in one bin."""
+    near = torch.rand(scores.shape, generator=torch.Generator().manual_seed(1))
+    scores.copy_(torch.where(near < 0.9, 1 + near * 1e-3, scores))
+
+
+def equal(scores: Tensor) -> None:
+    scores.fill_(1.0)
+
+
+def choose(visible: list[int], columns: int, topk: int, change: Callable[[Tensor], None] = with_ties) -> Outputs:
     made, scores = new_pass(at_sight(visible), "cpu"), random_scores(len(visible), columns)
-    scores[:, ::7] = scores[:, :1]  # ties
+    change(scores)
     slots = torch.full((len(visible), topk), -77, dtype=torch.int32)
     lengths = torch.full((len(visible),), -77, dtype=torch.int32)
     candidates = new_candidates(len(visible), columns, topk, "cpu")
@@ -65,6 +81,28 @@ def choose(visible: list[int], columns: int, topk: int) -> Outputs:
 @case("_select_kernel")
 def choice_of_few() -> Outputs:
     return choose([0, 1, 7, 8, 9, 200], 200, 8)
+
+
+@case("_select_kernel")
+def choice_of_a_release() -> Outputs:
+    """Flash's 512 of rows that have four scores for each thread."""
+    outputs: Outputs = {}
+    for columns in (1024, 2048):
+        found = choose([511, 513, columns - 1, columns], columns, 512)
+        outputs |= {f"{name} of {columns}": tensor for name, tensor in found.items()}
+    return outputs
+
+
+@case("_select_kernel")
+def choice_of_nearly_equal_scores() -> Outputs:
+    """Of rows in which a bound is looked for first."""
+    return choose([6000], 6000, 512, nearly_equal)
+
+
+@case("_select_kernel")
+def choice_of_equal_scores() -> Outputs:
+    """Rows are counted in a loop, those in which no bound is found among them."""
+    return choose([1024, 4200], 4200, 512, equal)
 
 
 @case("_select_kernel")
