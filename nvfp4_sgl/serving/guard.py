@@ -29,6 +29,7 @@ from nvfp4_sgl.serving.endpoints import (
 from nvfp4_sgl.serving.fields.bodies import BODIES, checked_body
 from nvfp4_sgl.serving.fields.field import MODES
 from nvfp4_sgl.serving.fields.limits import DRAFTING
+from nvfp4_sgl.serving.http_port import ending
 from nvfp4_sgl.serving.process_ends import failed
 from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
 from nvfp4_sgl.serving.sglang import front_end, http_server, settings
@@ -65,6 +66,8 @@ class Guard:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
+        elif scope["type"] == "lifespan":
+            await self._application(scope, noting_the_end(receive), send)
         elif scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self._application(scope, receive, send)
         else:
@@ -158,6 +161,18 @@ async def read_body(receive: Receive) -> bytes | None:
         parts.append(message.get("body", b""))
         length, more = length + len(parts[-1]), message.get("more_body", False)
     return b"".join(parts)
+
+
+def noting_the_end(receive: Receive) -> Receive:
+    """A ``receive`` of the application's lifespan: sets :data:`~nvfp4_sgl.serving.http_port.ending` at its end."""
+
+    async def noted() -> Message:
+        message = await receive()
+        if message["type"] == "lifespan.shutdown":
+            ending.set()
+        return message
+
+    return noted
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
@@ -258,3 +273,6 @@ def serve_guarded(original: Callable[..., Any], server_args: Any, manager: Any, 
             raise
         print("\nnvfp4-sgl: interrupted", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
+    finally:
+        if serves_our_model():
+            front_end.stop_watching(manager)

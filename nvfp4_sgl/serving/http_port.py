@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.serving.flags.values import check_value
 
-LISTEN_SECONDS = 20
-"""Uvicorn listens some milliseconds after the warm-up has begun, or never."""
 POLL_SECONDS = 0.05
+
+ending = threading.Event()
+"""Set once uvicorn ends the application: it cannot listen, or was asked to stop."""
 
 
 @contextlib.contextmanager
@@ -26,7 +27,8 @@ def held_port(host: str, port: int) -> Iterator[None]:
     """Bind a port without listening, before weights are loaded.
 
     Programs that take a free port of their own choice do not get this one then, SGLang's among them. The server can
-    still bind it, as both allow others to reuse the address.
+    still bind it, as both allow others to reuse the address. A name such as ``localhost`` may stand for several
+    addresses; all are bound, as uvicorn does.
 
     Raises:
         ConfigError: another process listens there, or the host has no such address.
@@ -34,10 +36,13 @@ def held_port(host: str, port: int) -> Iterator[None]:
     check_value("port", port)
     with contextlib.ExitStack() as stack:
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            holder = stack.enter_context(socket.socket(family, kind, protocol))
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(address)
+            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                holder = stack.enter_context(socket.socket(family, kind, protocol))
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                holder.bind(address)
         except OSError as error:
             raise ConfigError(
                 f"--host {host} --port {port}: cannot listen there ({error}); choose another port"
@@ -45,17 +50,16 @@ def held_port(host: str, port: int) -> Iterator[None]:
         yield
 
 
-def comes_to_listen(port: int, seconds: float = LISTEN_SECONDS) -> bool:
-    """Wait until this process listens on ``port``, on whatever address; whether it does within ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not _listens_on(port):
-        if time.monotonic() > deadline:
+def comes_to_listen(port: int) -> bool:
+    """Wait until this process listens on ``port``, on whatever address; ``False`` once the server ends instead."""
+    while not listens_on(port):
+        if ending.wait(POLL_SECONDS):
             return False
-        time.sleep(POLL_SECONDS)
     return True
 
 
-def _listens_on(port: int) -> bool:
+def listens_on(port: int) -> bool:
+    """Whether this process listens on ``port``, on whatever address."""
     for link in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError):  # closed since it was listed
             if link.is_socket() and _is_listener(int(link.name), port):

@@ -25,6 +25,7 @@ from nvfp4_sgl.serving import (
     chat_template,
     guard,
     handlers,
+    interrupts,
     requests,
     resolution,
     stages,
@@ -64,6 +65,8 @@ def register_all() -> None:
                 "check_arguments": resolution.resolve,
                 "resolve_dspark": dspark_arguments.resolve,
                 "launch_server": arguments.launch_server,
+                "launch_schedulers": interrupts.spare_children,
+                "launch_detokenizer": interrupts.spare_children,
                 "run_http_server": guard.serve_guarded,
                 "warm_up_server": stages.warm_up_server,
                 "child_failed": guard.name_the_dead,
@@ -136,7 +139,7 @@ def load_hf_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def print_errors_as_one_message() -> None:
-    """Print uncaught errors of ours, and the launcher's that they cause, without a traceback."""
+    """Print uncaught errors of ours, the launcher's that they cause, and Ctrl-C during a start without a traceback."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -144,6 +147,8 @@ def print_errors_as_one_message() -> None:
             print(describe(error), file=sys.stderr, flush=True)
         elif f"died during initialization (exit code: {EXIT_CODE})" in str(error):
             print("nvfp4-sgl: error: a scheduler process stopped; its error is above", file=sys.stderr, flush=True)
+        elif isinstance(error, KeyboardInterrupt) and arguments.serves_ours():
+            print("\nnvfp4-sgl: interrupted", file=sys.stderr, flush=True)
         else:
             previous(kind, error, trace)
 

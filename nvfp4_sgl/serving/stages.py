@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nvfp4_sgl.serving.http_port import comes_to_listen
+from nvfp4_sgl.errors import ConfigError
+from nvfp4_sgl.serving.http_port import POLL_SECONDS, comes_to_listen, ending, held_port, listens_on
 from nvfp4_sgl.serving.requests import serves_our_model
 from nvfp4_sgl.serving.sglang import http_server, parallel, settings
 
@@ -38,23 +40,30 @@ def begun(*words: str) -> None:
 def warm_up_server(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Hook around SGLang's wait for its own first request: log ``ready`` when ``/health`` answers 200.
 
-    Where this process does not come to listen, no request is sent: the server ends as soon as this returns.
+    SGLang would repeat that request for two minutes to a server that has ended, which waits for this to return.
     """
     if not serves_our_model():
         original(*args, **kwargs)
         return
     host, port = settings.resolved("host"), settings.resolved("port")
     if not comes_to_listen(port):
-        logger.error(
-            "nvfp4_sgl: --host %s --port %s: cannot listen there: another process came to while weights were loaded;"
-            " choose another port",
-            host,
-            port,
-        )
+        say_who_listens(host, port)
         return
-    original(*args, **kwargs)
-    if http_server.is_healthy():
+    warm_up = threading.Thread(target=original, args=args, kwargs=kwargs, name="warm-up", daemon=True)
+    warm_up.start()
+    while warm_up.is_alive() and not ending.is_set():
+        warm_up.join(POLL_SECONDS)
+    if listens_on(port) and http_server.is_healthy():
         logger.info("nvfp4_sgl: ready: %.1f s since the start of the server", process_seconds())
+
+
+def say_who_listens(host: str, port: int) -> None:
+    """Log why this process does not come to listen, unless it could: it was asked to end then."""
+    try:
+        with held_port(host, port):
+            pass
+    except ConfigError as error:
+        logger.error("nvfp4_sgl: another process came to listen while weights were loaded: %s", error)
 
 
 def process_seconds() -> float:

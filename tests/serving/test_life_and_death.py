@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -64,6 +65,7 @@ def inherited(server: Server) -> list[tuple[Any, ...]]:
             Path(found.cwd()) == server.log.parent,
             [Path(f"/proc/{found.pid}/fd/{number}").readlink() == server.log for number in (1, 2)],
             [found.rlimit(limit) for limit in (psutil.RLIMIT_NOFILE, psutil.RLIMIT_STACK, psutil.RLIMIT_CORE)],
+            re.search(r"^SigBlk:\s*(\w+)$", Path(f"/proc/{found.pid}/status").read_text(), re.MULTILINE)[1],
         )
         for found in (launcher, *children)
     ]
@@ -136,10 +138,33 @@ def test_a_dead_process_ends_the_server(pair) -> None:
 
 @pytest.mark.skipif(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="SIGINT is ignored, as behind nohup or &")
 def test_ctrl_c_ends_with_one_line(checkpoint, tmp_path: Path) -> None:
+    """A terminal sends it to each process of the server."""
     with Server.launch(checkpoint, *FLAGS, log=tmp_path / "log") as server:
         server.wait_ready()
+        for name in ("sglang::scheduler", "nvfp4-sgl::grammars", "sglang::detokenizer"):
+            process(server, name).send_signal(signal.SIGINT)
+        time.sleep(1.5)  # a process that ends is noticed each second
         os.kill(server.process.pid, signal.SIGINT)
         assert server.process.wait(30) == INTERRUPTED
         assert not wait_for_none(server.process.pid, DEATH_SECONDS)
     said = server.text()
     assert said.count("nvfp4-sgl: interrupted") == 1 and "Traceback" not in said
+
+
+@pytest.mark.skipif(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="SIGINT is ignored, as behind nohup or &")
+@pytest.mark.parametrize(
+    ("number", "line"), [(signal.SIGINT, "nvfp4_sgl: weights"), (signal.SIGTERM, "Uvicorn running")]
+)
+def test_an_end_during_the_start(number: int, line: str, checkpoint, tmp_path: Path) -> None:
+    """SGLang's warm-up would ask a server that has ended for two minutes; Ctrl-C is one line, as later."""
+    with Server.launch(checkpoint, *FLAGS, log=tmp_path / "log") as server:
+        deadline = time.monotonic() + 60
+        while line not in server.text():
+            assert time.monotonic() < deadline, server.excerpt()
+            time.sleep(0.02)
+        os.kill(server.process.pid, number)
+        assert server.process.wait(DEATH_SECONDS) != 0
+        assert not wait_for_none(server.process.pid, DEATH_SECONDS)
+    said = server.text()
+    assert said.count("nvfp4-sgl: interrupted") == (number == signal.SIGINT)
+    assert "Traceback" not in said and "crashed" not in said

@@ -50,7 +50,8 @@ def test_ready_is_said_once_health_is(
 ) -> None:
     monkeypatch.setattr(stages, "serves_our_model", lambda: ours)
     monkeypatch.setattr("nvfp4_sgl.serving.sglang.http_server.is_healthy", lambda: healthy)
-    monkeypatch.setattr(stages, "comes_to_listen", lambda port: ours)
+    for name in ("comes_to_listen", "listens_on"):
+        monkeypatch.setattr(stages, name, lambda port: ours)
     monkeypatch.setattr("nvfp4_sgl.serving.sglang.settings.resolved", lambda name: None)
     stages.warm_up_server(lambda arguments, callback=None: logging.getLogger("sglang").info("fired up"), "arguments")
     assert caplog.messages[0] == "fired up" and len(caplog.messages) == 1 + lines

@@ -9,8 +9,8 @@ process as it would be of itself:
   as all do here. Where the command line names no modules, a launcher's order is kept, too.
 * A forked launcher runs SGLang's module as ``__main__`` in a session of its own, as a child of this process.
 * Where it would spawn a process, a twin of the launcher that was forked before it ran forks that process, which is then
-  adopted by the launcher: the same parent, session, limits, environment and inherited files. ``multiprocessing`` does
-  everything else itself, pickling included.
+  adopted by the launcher: the same parent, session, limits, blocked signals, environment and inherited files.
+  ``multiprocessing`` does everything else itself, pickling included.
 
 The environment is that of this process, since modules read theirs when they are imported. Otherwise than in a server
 that starts of itself, all processes of one template share the seed of ``hash``, and what a process imports here cannot
@@ -158,6 +158,7 @@ def fork_instead_of_spawning(twin: socket.socket) -> None:
             "environment": dict(os.environ),
             "directory": str(Path.cwd()),
             "limits": [resource.getrlimit(limit) for limit in LIMITS],
+            "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
             "files": list(files),
         }
         with lock:
@@ -205,6 +206,7 @@ def run_spawned(message: dict[str, Any], files: Sequence[int]) -> None:
         os.close(file)
     for limit, values in zip(LIMITS, message["limits"], strict=True):
         resource.setrlimit(limit, values)
+    signal.pthread_sigmask(signal.SIG_SETMASK, message["blocked"])
     os.chdir(message["directory"])
     os.environ.clear()
     os.environ.update(message["environment"])

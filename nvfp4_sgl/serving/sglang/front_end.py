@@ -35,6 +35,16 @@ def watched_processes(handler: Any) -> list[tuple[str, Any]]:
     return list(zip(watchdog._names, watchdog._processes, strict=True))
 
 
+def stop_watching(manager: Any) -> None:
+    """Let processes end from now on: SGLang's watchdog takes those that the launcher kills for crashed.
+
+    Args:
+        manager: SGLang's ``TokenizerManager``.
+    """
+    if manager._subprocess_watchdog is not None:
+        manager._subprocess_watchdog.stop()
+
+
 def transport_fault(message: Any) -> str | None:
     """Why the scheduler could not read ``message`` to it, or ``None``; its times are pickled when it is sent."""
     decode, encode = find("msgpack_decode"), find("msgpack_encode")

@@ -113,6 +113,16 @@ HOOKS = {
         "server_args, init_tokenizer_manager_func, run_scheduler_process_func, run_detokenizer_process_func, "
         "execute_warmup_func, launch_callback",
     ),
+    "launch_schedulers": Private(
+        "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+        "a terminal sends Ctrl-C to every process; each ends with a traceback of its own",
+        "server_args, port_args, run_scheduler_process_func, *, placement_group",
+    ),
+    "launch_detokenizer": Private(
+        "sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses",
+        "same",
+        "server_args, port_args, run_detokenizer_process_func",
+    ),
     "warm_up_server": Private(
         "sglang.srt.entrypoints.http_server._wait_and_warmup",
         "where the server is ready, in the launcher",
