@@ -222,9 +222,13 @@ def _read_entries(folder: Path) -> dict[str, dict[str, str]]:
         manifest = json.loads((folder / MANIFEST).read_text())
         code = (folder / LIBRARY).read_bytes()
     except (OSError, ValueError) as error:
-        raise LibraryError(f"{folder}: expected {MANIFEST} and {LIBRARY}, as the build writes them: {error}") from None
+        raise LibraryError(
+            f"{folder}: expected {MANIFEST} and {LIBRARY}, as the build writes them: {error}; rebuild the library"
+        ) from None
     if not isinstance(manifest, dict):
-        raise LibraryError(f"{folder / MANIFEST}: expected a JSON object, found {type(manifest).__name__}")
+        raise LibraryError(
+            f"{folder / MANIFEST}: expected a JSON object, found {type(manifest).__name__}; rebuild the library"
+        )
     for name, wanted in fingerprint().items():
         if manifest.get(name) != wanted:
             raise LibraryError(

@@ -78,7 +78,10 @@ def architectures() -> tuple[Architecture, ...]:
     for where, each in added(GROUP, Architecture):
         known = {name for one in found for name in one.names}
         if again := [name for name in each.names if name in known]:
-            raise UnsupportedError(f"{where}: expected an architecture that is not there, found {again[0]} again")
+            raise UnsupportedError(
+                f"{where}: expected a new architecture, found {again[0]}, which is registered already; rename it, or"
+                " remove that package"
+            )
         found.append(each)
     return tuple(found)
 

@@ -151,7 +151,10 @@ def needed_by_draft(verified: Verified, target: str, setting: Serving, gpu: Gpu)
 
     bundled = verified.draft()
     if bundled is None:
-        raise ConfigError(f"{verified.inventory.directory}: expected a draft under 'mtp.', found none; draft nothing")
+        raise ConfigError(
+            f"{verified.inventory.directory}: expected a draft under 'mtp.', found none; leave --speculative-algorithm"
+            " out"
+        )
     kind = bundled.kind
 
     def of_draft(context: Context) -> Needed:

@@ -190,7 +190,7 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
     file = require_checkpoint(path)
     raw = read_json(file, ConfigError, MAX_CONFIG_BYTES, WITHOUT_CONFIG)
     if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: expected a JSON object, found {type(raw).__name__}")
+        raise ConfigError(f"{file}: expected a JSON object, found {type(raw).__name__}; fetch it again")
     return raw
 
 
@@ -239,7 +239,7 @@ class _Parser:
         if not layers <= len(ratios) <= most:
             raise ConfigError(
                 f"{self.source}: field 'compress_ratios': expected {layers} entries (one a layer) to {most} (with"
-                f" draft layers), found {len(ratios)}"
+                f" draft layers), found {len(ratios)}; use the config.json of the release"
             )
         return tuple(known[r] for r in ratios[:layers])
 

@@ -131,8 +131,11 @@ def run(args: argparse.Namespace) -> int:
     prompt_sizes.asked()
     pushed_sums.asked()
     plan = plans.from_arguments(args)
-    if args.directory is None and plan != ServerFlags(target=plan.target):
-        raise ConfigError("--tp and the other flags of a server: expected DIR with them, a checkpoint or config.json")
+    if args.directory is None and (flags := plan.given()):
+        raise ConfigError(
+            f"{', '.join(flags)}: expected DIR, too, a checkpoint or a folder with config.json; add it, or leave the"
+            " flags out"
+        )
     if args.directory is not None:
         require_checkpoint(args.directory)
     report = examine(args.directory, plan)

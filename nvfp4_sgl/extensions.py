@@ -28,7 +28,8 @@ def added(group: str, kind: type[T]) -> Iterator[tuple[str, T]]:
             ) from error
         if not isinstance(found, kind):
             raise UnsupportedError(
-                f"{where}: expected {kind.__name__} of {kind.__module__}, found {type(found).__name__}"
+                f"{where}: expected {kind.__name__} of {kind.__module__}, found {type(found).__name__}; repair or"
+                " remove that package"
             )
         yield where, found
 

@@ -128,6 +128,13 @@ def fetch_again(file: Path, otherwise: str = "fetch the file again") -> str:
     return otherwise
 
 
+def became_shorter(file: Path) -> CheckpointError:
+    """The error for a file that ends before what its header says, though it was whole when it was opened."""
+    return CheckpointError(
+        f"{file}: became shorter while it was read; let nothing write to it, and {fetch_again(file)}"
+    )
+
+
 def require_file(path: Path, error: type[ConfigError] | type[CheckpointError], remedy: str) -> int:
     """Size of ``path``, which must be a regular file: a pipe would wait for ever, a loop of links leads nowhere."""
     kind = _kind(path)

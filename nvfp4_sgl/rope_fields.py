@@ -15,6 +15,8 @@ from nvfp4_sgl.config_fields import YARN, same
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.files import shown
 
+RELEASED = "use the config.json of the release"
+"""What to do about parameters that are not what is computed."""
 _ONE = (1, None)
 _ALWAYS: dict[str, tuple[object, ...]] = {
     "attention_factor": _ONE,
@@ -52,11 +54,11 @@ def read_yarn(scaling: object, source: str, said: RopeSaid) -> YarnConfig:
     """Parse ``rope_scaling``; ConfigError, which names ``source`` and the field, if it is not what is computed."""
     where = f"{source}: field 'rope_scaling'"
     if not isinstance(scaling, dict) or not scaling.keys() & {"type", "rope_type"}:
-        raise ConfigError(f"{where}: expected an object with type 'yarn', found {shown(scaling)}")
+        raise ConfigError(f"{where}: expected an object with type 'yarn', found {shown(scaling)}; {RELEASED}")
     for name, rule in YARN.items():
         if not rule.takes(scaling.get(name)):
             found = shown(scaling[name]) if name in scaling else "nothing"
-            raise ConfigError(f"{source}: rope_scaling: field '{name}': expected {rule}, found {found}")
+            raise ConfigError(f"{source}: rope_scaling: field '{name}': expected {rule}, found {found}; {RELEASED}")
     yarn = YarnConfig(
         float(scaling["factor"]),
         scaling["original_max_position_embeddings"],
@@ -66,7 +68,7 @@ def read_yarn(scaling: object, source: str, said: RopeSaid) -> YarnConfig:
     if not yarn.beta_fast > yarn.beta_slow:
         raise ConfigError(
             f"{where}: expected beta_fast > beta_slow, found {shown(scaling['beta_fast'])} and"
-            f" {shown(scaling['beta_slow'])}"
+            f" {shown(scaling['beta_slow'])}; {RELEASED}"
         )
     # transformers keeps either base there, and reads neither.
     _check(scaling, where, _yarn(yarn, said, (said.compress_theta, said.theta)))
@@ -79,7 +81,7 @@ def check_parameters(parameters: object, source: str, yarn: YarnConfig, said: Ro
     if parameters is None:
         return
     if not isinstance(parameters, dict):
-        raise ConfigError(f"{where}: expected an object, found {shown(parameters)}")
+        raise ConfigError(f"{where}: expected an object, found {shown(parameters)}; {RELEASED}")
     nested = parameters.keys() & {"main", "compress"}
     if not nested:
         _check(parameters, where, _yarn(yarn, said, (said.compress_theta, said.theta)), required=("rope_type", "type"))
@@ -92,11 +94,13 @@ def check_parameters(parameters: object, source: str, yarn: YarnConfig, said: Ro
     }
     expected = {"main": plain, "compress": _yarn(yarn, said, (said.compress_theta,))}
     if unknown := sorted(parameters.keys() - expected.keys()):
-        raise ConfigError(f"{where}: expected 'main' and 'compress' alone, found {shown(unknown)} beside")
+        raise ConfigError(
+            f"{where}: expected only 'main' and 'compress', found {shown(unknown)}, too; remove the others"
+        )
     for name in sorted(nested):
         inner = parameters[name]
         if not isinstance(inner, dict):
-            raise ConfigError(f"{where}: '{name}': expected an object, found {shown(inner)}")
+            raise ConfigError(f"{where}: '{name}': expected an object, found {shown(inner)}; {RELEASED}")
         required = ("rope_type", "type") if name == "compress" else ()
         _check(inner, f"{where}: '{name}'", expected[name], required=required)
 
@@ -116,7 +120,7 @@ def _check(
 ) -> None:
     """ConfigError for a field with another value than expected, for an unknown one, or if none of some is there."""
     if required and not found.keys() & set(required):
-        raise ConfigError(f"{where}: expected {required[0]} 'yarn', found no {required[0]}")
+        raise ConfigError(f"{where}: expected {required[0]} 'yarn', found no {required[0]}; {RELEASED}")
     for name, value in found.items():
         if name not in expected:
             known = ", ".join(expected)

@@ -210,7 +210,7 @@ def parsed(parser: argparse.ArgumentParser, servers: Iterable[str]) -> argparse.
     """The command line's options; those that name another server end the process."""
     arguments = parser.parse_args()
     if unknown := set(arguments.servers) - set(servers):
-        parser.error(f"{sorted(unknown)[0]}: expected of {', '.join(servers)}")
+        parser.error(f"{sorted(unknown)[0]}: expected {' or '.join(servers)}")
     if len({*arguments.servers}) < len(arguments.servers):
         parser.error(f"{' '.join(arguments.servers)}: expected each server once")
     return arguments

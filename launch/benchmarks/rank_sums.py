@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
     given = parser.parse_args(arguments)
     if torch.cuda.device_count() < given.tp:
-        parser.error(f"argument --tp: expected at most the {torch.cuda.device_count()} GPUs of this machine")
+        parser.error(f"--tp {given.tp}: expected as many GPUs, found {torch.cuda.device_count()}; use a larger machine")
     processes.spawn(work, (given, free_port()), given.tp)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from nvfp4_sgl.checkpoint.inventory import Inventory
 from nvfp4_sgl.checkpoint.safetensors_header import Entry
 from nvfp4_sgl.errors import CheckpointError
-from nvfp4_sgl.files import MANIFEST, MAX_INDEX_BYTES, read_json, shown
+from nvfp4_sgl.files import MANIFEST, MAX_INDEX_BYTES, became_shorter, fetch_again, read_json, shown
 
 FILE = MANIFEST
 TENSORS = "tensors"
@@ -47,7 +47,10 @@ def read(directory: Path) -> Mapping[str, object]:
     manifest = read_json(directory / FILE, CheckpointError, MAX_INDEX_BYTES, remedy)
     tensors = manifest.get(TENSORS) if isinstance(manifest, dict) else None
     if not isinstance(tensors, dict):
-        raise CheckpointError(f"{directory / FILE}: expected an object '{TENSORS}', found {shown(tensors)}")
+        raise CheckpointError(
+            f"{directory / FILE}: expected an object '{TENSORS}', found {shown(tensors)};"
+            f" {fetch_again(directory / FILE)}"
+        )
     return tensors
 
 
@@ -68,7 +71,7 @@ def stored_bytes(entry: Entry) -> Iterator[bytes]:
             while left:
                 piece = stream.read(min(left, BUFFER))
                 if not piece:
-                    raise CheckpointError(f"{entry.file}: became shorter while it was read")
+                    raise became_shorter(entry.file)
                 left -= len(piece)
                 yield piece
     except OSError as error:

@@ -23,6 +23,8 @@ from nvfp4_sgl.errors import CheckpointError
 from nvfp4_sgl.files import MAX_INDEX_BYTES, MAX_NAME, fetch_again, read_json, require_directory, shown
 
 INDEX = "model.safetensors.index.json"
+FETCH_INDEX = "fetch the index again"
+"""What to do about a damaged one."""
 PACKED = ("U8", "I8")
 """Dtypes of weights that hold two codes in a byte."""
 SHOWN = 20
@@ -167,21 +169,26 @@ class Inventory:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    index = read_json(file, CheckpointError, MAX_INDEX_BYTES, "fetch it again")
+    index = read_json(file, CheckpointError, MAX_INDEX_BYTES, FETCH_INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{file}: expected a non-empty object 'weight_map', found {type(weight_map).__name__}")
+        raise CheckpointError(
+            f"{file}: expected a non-empty object 'weight_map', found {type(weight_map).__name__}; {FETCH_INDEX}"
+        )
     # Released checkpoints list 290 000 tensors in 95 files: each file name is looked at once.
     good: set[str] = set()
     for name, target in weight_map.items():
         if len(name) > MAX_NAME:
-            raise CheckpointError(f"{file}: expected names of at most {MAX_NAME} characters, found {shown(name)}")
+            raise CheckpointError(
+                f"{file}: expected names of at most {MAX_NAME} characters, found {shown(name)}; {FETCH_INDEX}"
+            )
         if isinstance(target, str) and target in good:
             continue
         is_name = isinstance(target, str) and len(target) <= MAX_NAME and Path(target).name == target
         if not is_name or not target.endswith(".safetensors"):
             raise CheckpointError(
-                f"{file}: tensor '{name}': expected the name of a safetensors file, found {shown(target)}"
+                f"{file}: tensor '{name}': expected the name of a safetensors file, found {shown(target)};"
+                f" {FETCH_INDEX}"
             )
         good.add(target)
     return weight_map
@@ -212,7 +219,10 @@ def _check_index(index: Path, weight_map: Mapping[str, str], entries: Mapping[st
         if name not in weight_map
     ]
     if problems:
-        raise CheckpointError(f"{index}: does not match the files, {len(problems)} problems:{_bullets(problems)}")
+        raise CheckpointError(
+            f"{index}: does not match the files, {len(problems)} problems; fetch index and files of one revision:"
+            f"{_bullets(problems)}"
+        )
 
 
 def _original_names(directory: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -223,7 +233,7 @@ def _original_names(directory: Path, entries: dict[str, Entry]) -> dict[str, Ent
         name = next(name for name in entries if name.startswith(PREFIX))
         raise CheckpointError(
             f"{directory}: {prefixed} of {len(entries)} tensors have the prefix '{PREFIX}' ('{name}' in"
-            f" {entries[name].file.name}); expected all or none"
+            f" {entries[name].file.name}); expected all or none: rename the others"
         )
     if not prefixed:
         return entries

@@ -59,9 +59,10 @@ def read_header(file: Path) -> list[Entry]:
                 expected = LENGTH_BYTES + (length if len(prefix) == LENGTH_BYTES else 0)
                 raise _damaged(file, f"truncated: expected at least {expected} bytes for the header, found {size}")
             if length > MAX_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{file}: not a safetensors file: expected a header of at most {MAX_HEADER_BYTES} bytes,"
-                    f" found a length of {length}"
+                raise _damaged(
+                    file,
+                    f"not a safetensors file: expected a header of at most {MAX_HEADER_BYTES} bytes, found a length of"
+                    f" {length}",
                 )
             text = stream.read(length)
     except OSError as error:

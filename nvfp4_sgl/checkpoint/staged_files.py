@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.checkpoint.safetensors_header import Entry
-from nvfp4_sgl.checkpoint.stored_files import DTYPES, became_shorter
+from nvfp4_sgl.checkpoint.stored_files import DTYPES
 from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.files import became_shorter
 
 EXPECTED_BYTES = 128 << 20
 """Size of each of the two buffers for expected tensors. Eight experts of Flash fit in one."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_sgl.checkpoint.safetensors_header import Entry
-from nvfp4_sgl.errors import CheckpointError
+from nvfp4_sgl.files import became_shorter
 
 DTYPES = {
     "U8": torch.uint8,
@@ -130,7 +130,3 @@ class ReadFiles:
 
     def release(self) -> None:
         """Nothing is held."""
-
-
-def became_shorter(file: Path) -> CheckpointError:
-    return CheckpointError(f"{file}: became shorter while it was read")

@@ -34,6 +34,21 @@ GPU_DTYPE_BYTES = 2
 """Bytes of an element of bfloat16, the model's dtype on a GPU."""
 
 
+FLAGS = {
+    "ranks": "--tp",
+    "gpu_memory": "--gpu-memory",
+    "requests": "--max-running-requests",
+    "context": "--context-length",
+    "fraction": "--mem-fraction-static",
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "chunk": "--chunked-prefill-size",
+    "algorithm": "--speculative-algorithm",
+    "steps": "--speculative-num-steps",
+    "block": "--speculative-dspark-block-size",
+}
+"""The flag of ``nvfp4-sgl doctor`` for each field of :class:`ServerFlags` that needs a checkpoint."""
+
+
 @dataclass(frozen=True)
 class ServerFlags:
     """The flags of a planned server; ``None`` is the default.
@@ -60,6 +75,11 @@ class ServerFlags:
     algorithm: str | None = None
     steps: int | None = None
     block: int | None = None
+
+    def given(self) -> list[str]:
+        """The flags of :data:`FLAGS` that are not left at their default."""
+        default = ServerFlags()
+        return [flag for name, flag in FLAGS.items() if getattr(self, name) != getattr(default, name)]
 
     def setting(self, target: str, config: ModelConfig, draft: Draft | None = None) -> Setting:
         """The forecast's setting on ``target``.

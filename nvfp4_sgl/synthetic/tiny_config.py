@@ -166,7 +166,8 @@ def tiny_config(
         raise ConfigError(f"tiny checkpoint: unknown field '{unknown[0]}'; known: compress_ratios, {', '.join(BASE)}")
     if format is TinyFormat.COMPRESSED_TENSORS and draft not in (None, TinyDraft.NONE):
         raise ConfigError(
-            f"tiny checkpoint: draft {draft.value}: expected none, as exporters of {format.value} drop drafts"
+            f"tiny checkpoint: draft {draft.value}: expected none, as exporters of {format.value} drop drafts; pass"
+            " --draft none"
         )
     config = {**BASE, **overrides}
     if draft is not None:

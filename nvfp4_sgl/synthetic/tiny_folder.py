@@ -21,4 +21,7 @@ def require_replaceable(directory: Path, force: bool) -> None:
     if not force:
         raise CheckpointError(f"{directory}: not empty; name an empty directory, or pass --force to replace")
     if not (directory / MARKER).is_file():
-        raise CheckpointError(f"{directory}: holds files but no {MARKER}; only a tiny checkpoint is ever replaced")
+        raise CheckpointError(
+            f"{directory}: expected {MARKER}, since only a tiny checkpoint is ever replaced, found other files; name an"
+            " empty directory"
+        )

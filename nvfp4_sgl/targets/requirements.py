@@ -51,7 +51,8 @@ def check_target(
     matrices = _check_storages(chosen, where, tensor_specs(config).values(), storage)
     if config.n_routed_experts > MAX_STACKED_EXPERTS and any(storage(name).is_nvfp4 for name in matrices):
         raise ConfigError(
-            f"{where}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_STACKED_EXPERTS}"
+            f"{where}: n_routed_experts is {config.n_routed_experts}, expected at most {MAX_STACKED_EXPERTS}; serve"
+            " another model, or this one on a CPU"
         )
     for product in _kernels(chosen, config, ranks, storage):
         rows = GATED_FEATURE_MULTIPLE if product.gated else FEATURE_MULTIPLE

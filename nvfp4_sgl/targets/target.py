@@ -236,9 +236,15 @@ def targets() -> tuple[Descriptor, ...]:
     for where, one in added(GROUP, Descriptor):
         for each in found:
             if each.name == one.name or (each.word == one.word and {*each.modes} & {*one.modes}):
-                raise UnsupportedError(f"{where}: expected a target that is not there, found {each.name} again")
+                raise UnsupportedError(
+                    f"{where}: expected a name, and modes for its word, that no target has, found those of {each.name};"
+                    " change them, or remove that package"
+                )
             if each.word != one.word and {*each.capabilities} & {*one.capabilities}:
-                raise UnsupportedError(f"{where}: expected capabilities of its own, found some of {each.name}")
+                raise UnsupportedError(
+                    f"{where}: expected capabilities of its own, found some of {each.name}; change them, or"
+                    " remove that package"
+                )
         found.append(one)
     return tuple(found)
 

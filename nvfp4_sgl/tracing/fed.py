@@ -27,7 +27,7 @@ def check_fed(given: Record, directory: Path, config: ModelConfig) -> None:
             positions that the model does not have.
     """
     if not given.passes:
-        raise ConfigError(f"{given.file}: expected at least a pass, found none")
+        raise ConfigError(f"{given.file}: expected at least a pass, found none; record the run again")
     end = 0
     for number, each in enumerate(given.passes):
         where = f"{given.file}: line {each.line}"

@@ -81,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
             raise
         stopped = str(error)
     if not found:
-        raise ConfigError(f"{first.file}, {second.file}: expected at least a pass in both, found none")
+        raise ConfigError(
+            f"{first.file}, {second.file}: expected at least a pass in both, found none; record them again"
+        )
     bound = default_bound((first.mode, second.mode), of_a_run=True) if args.bound is None else args.bound
     passes, without = tokens_of(first, second), left_out(first, second)
     op = next((each for each in found if departs(each, bound, args.exact)), None)

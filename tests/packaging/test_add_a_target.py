@@ -82,11 +82,14 @@ def test_its_boundary_computes(install: Install, tmp_path: Path) -> None:
     ("descriptor", "message"),
     [
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'; repair or remove"),
-        ("TOY = 1", "expected Descriptor of nvfp4_sgl.targets.target, found int"),
-        ("from nvfp4_sgl.targets.target import HOPPER as TOY", "found hopper again"),
-        (FILES["toy_target/descriptor.py"].replace('name="toy"', 'name="cpu"'), "found cpu again"),
-        (FILES["toy_target/descriptor.py"].replace('word="toy"', 'word="cpu"'), "found cpu again"),
-        (FILES["toy_target/descriptor.py"].replace("modes=", "capabilities=((9, 0),), modes="), "some of hopper"),
+        ("TOY = 1", "expected Descriptor of nvfp4_sgl.targets.target, found int; repair or remove that package"),
+        ("from nvfp4_sgl.targets.target import HOPPER as TOY", "found those of hopper; change them"),
+        (FILES["toy_target/descriptor.py"].replace('name="toy"', 'name="cpu"'), "found those of cpu; change them"),
+        (FILES["toy_target/descriptor.py"].replace('word="toy"', 'word="cpu"'), "found those of cpu; change them"),
+        (
+            FILES["toy_target/descriptor.py"].replace("modes=", "capabilities=((9, 0),), modes="),
+            "found some of hopper; change them",
+        ),
     ],
 )
 def test_one_that_cannot_be_added_is_named(descriptor: str, message: str, install: Install) -> None:

@@ -146,9 +146,18 @@ def test_drafts_are_served_where_they_are_asked_for() -> None:
     [
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'; repair or remove"),
         ("TOY = 1", "expected Architecture of nvfp4_sgl.architectures, found int"),
-        (TOY.replace('"ToyForCausalLM"', "DEEPSEEK_V4.name"), "found DeepseekV4ForCausalLM again"),
-        (TOY.replace('"ToyForCausalLM"', "DEEPSEEK_V4.draft"), "found DeepseekV4ForCausalLMNextN again"),
-        (TOY.replace(", read,", ", read, draft=DEEPSEEK_V4.draft,"), "found DeepseekV4ForCausalLMNextN again"),
+        (
+            TOY.replace('"ToyForCausalLM"', "DEEPSEEK_V4.name"),
+            "found DeepseekV4ForCausalLM, which is registered already; rename it",
+        ),
+        (
+            TOY.replace('"ToyForCausalLM"', "DEEPSEEK_V4.draft"),
+            "found DeepseekV4ForCausalLMNextN, which is registered already; rename it",
+        ),
+        (
+            TOY.replace(", read,", ", read, draft=DEEPSEEK_V4.draft,"),
+            "found DeepseekV4ForCausalLMNextN, which is registered already; rename it",
+        ),
     ],
 )
 def test_one_that_cannot_be_added_is_named(text: str, message: str, install: Install) -> None:

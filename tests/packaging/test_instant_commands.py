@@ -124,7 +124,8 @@ def test_layertest_refuses_before_it_imports(
         (["verify", "nowhere"], "nowhere: expected a directory"),
         (["verify", "DIR", "--against", "nowhere"], "nowhere: expected a directory"),
         (["doctor", "nowhere"], "nowhere: expected a directory"),
-        (["doctor", "--tp", "2"], "--tp and the other flags of a server: expected DIR with them"),
+        (["doctor", "--tp", "2"], "--tp: expected DIR, too"),
+        (["doctor", "--context-length", "9", "--kv-cache-dtype", "auto"], "error: --context-length: expected DIR, too"),
     ],
     ids=str,
 )

@@ -172,7 +172,11 @@ def test_sizes_that_hoppers_fp8_gemms_do_not_take_are_named():
 @pytest.mark.parametrize(
     ("change", "ranks", "message"),
     [
-        ({"n_routed_experts": 512}, 1, "n_routed_experts is 512, expected at most 511"),
+        (
+            {"n_routed_experts": 512},
+            1,
+            "n_routed_experts is 512, expected at most 511; serve another model, or this one on a CPU",
+        ),
         ({"moe_intermediate_size": 2048 + 16}, 1, "experts.*: features is 2064, expected a multiple of 64"),
         ({"moe_intermediate_size": 256}, 8, "--tp-size 8: .*experts.*: features is 32, expected a multiple of 64"),
         ({"hidden_size": 4096 + 16}, 1, "wq_a.*: K is 4112, expected a multiple of 64"),

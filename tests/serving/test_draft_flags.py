@@ -46,12 +46,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         EAGLE | {"speculative_num_steps": 3, "speculative_eagle_topk": 4},
         "--speculative-eagle-topk 4: expected 1",
     ),
-    "no steps": (EAGLE | {"speculative_num_draft_tokens": 4}, "--speculative-num-steps: found none"),
+    "no steps": (
+        EAGLE | {"speculative_num_draft_tokens": 4},
+        "--speculative-num-draft-tokens 4: expected --speculative-num-steps, too; add it",
+    ),
+    "a chain without steps": (
+        EAGLE | {"speculative_eagle_topk": 1},
+        "--speculative-eagle-topk 1: expected --speculative-num-steps, too; add it",
+    ),
     "too many steps": (EAGLE | {"speculative_num_steps": 10}, "--speculative-num-steps 10: expected 1 to 9"),
     "steps of nothing": (EAGLE | {"speculative_num_steps": 0}, "--speculative-num-steps 0: expected 1 to 9"),
     "tokens of other steps": (
         EAGLE | {"speculative_num_steps": 2, "speculative_num_draft_tokens": 4},
-        "--speculative-num-draft-tokens 4: expected 3",
+        "--speculative-num-draft-tokens 4: expected 3, one more than --speculative-num-steps; leave it out",
     ),
     "a block without an algorithm": (
         {"speculative_dspark_block_size": 4},

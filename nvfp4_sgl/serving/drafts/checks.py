@@ -55,18 +55,19 @@ def check_flags(given: Mapping[str, Any]) -> None:
     steps, topk, tokens = (given[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
     if topk not in (None, 1):
         raise ConfigError(f"--speculative-eagle-topk {topk}: expected 1: guesses are a chain; leave it out")
-    if steps is None and (topk, tokens) != (None, None):
-        raise ConfigError("--speculative-num-steps: found none, expected it beside the flags of guesses; add it")
+    for flag, value in (("eagle-topk", topk), ("num-draft-tokens", tokens)):
+        if steps is None and value is not None:
+            raise ConfigError(f"--speculative-{flag} {value}: expected --speculative-num-steps, too; add it")
     most = DRAFTED_TOKENS - 1
     if steps is not None and not 1 <= steps <= most:
         raise ConfigError(
-            f"--speculative-num-steps {steps}: expected 1 to {most}: a round has a row more, and the compressors' rings"
-            f" hold {DRAFTED_TOKENS}"
+            f"--speculative-num-steps {steps}: expected 1 to {most}: a round verifies one token more, and the"
+            f" compressors' rings hold {DRAFTED_TOKENS}; leave it out"
         )
     if tokens is not None and tokens != steps + 1:
         raise ConfigError(
-            f"--speculative-num-draft-tokens {tokens}: expected {steps + 1}, --speculative-num-steps and one; leave it"
-            " out"
+            f"--speculative-num-draft-tokens {tokens}: expected {steps + 1}, one more than --speculative-num-steps;"
+            " leave it out"
         )
     check_simulated((steps or DRAFT_STEPS) + 1)
 

@@ -42,8 +42,8 @@ def check_flags(given: Mapping[str, Any]) -> None:
     block = given["speculative_dspark_block_size"]
     if block is not None and not 1 <= block <= MAX_BLOCK:
         raise ConfigError(
-            f"--speculative-dspark-block-size {block}: expected 1 to {MAX_BLOCK}: a round has a row more, and the"
-            f" compressors' rings hold {MAX_BLOCK + 1}"
+            f"--speculative-dspark-block-size {block}: expected 1 to {MAX_BLOCK}: a round verifies one token more, and"
+            f" the compressors' rings hold {MAX_BLOCK + 1}; leave it out"
         )
     greedy_rounds = os.environ.get(SIMULATE_GREEDY) or "0"
     if greedy_rounds.lower() in TRUE:
@@ -72,7 +72,7 @@ def check_draft(given: Mapping[str, Any], verified: Verified, target: str) -> No
     if found not in (None, rows):
         other = f", or give --speculative-dspark-block-size {found - 1}" if 1 <= found - 1 <= MAX_BLOCK else ""
         raise ConfigError(
-            f"--speculative-num-draft-tokens {found}: expected {rows}, the block's tokens and one; leave it out{other}"
+            f"--speculative-num-draft-tokens {found}: expected {rows}, one more than the block; leave it out{other}"
         )
     check_simulated(rows)
 

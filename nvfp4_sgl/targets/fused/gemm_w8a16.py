@@ -36,8 +36,8 @@ def tiled(matrix: MxFp8Tensor, shards: Sequence[Shard]) -> Fp8TiledWeights:
     except OperandValueError as error:
         names = ", ".join(f"'{shard.stem}.weight'" for shard in shards)
         raise CheckpointError(
-            f"{names}: not for Hopper's FP8 GEMMs: {error}; make NVFP4 of such matrices with 'nvfp4-sgl convert',"
-            " or serve the checkpoint on a CPU"
+            f"{names}: Hopper's FP8 GEMMs do not take it: {error}; convert the matrix to NVFP4 with 'nvfp4-sgl"
+            " convert', or serve the checkpoint on a CPU"
         ) from None
 
 
