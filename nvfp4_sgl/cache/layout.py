@@ -30,7 +30,7 @@ DRAFTED_TOKENS = 10
 
 
 def entry_slot(full_slot: Tensor, ratio: int) -> Tensor:
-    """Slot of the compressed entry whose window holds the token at ``full_slot``."""
+    """Slot of the compressed entry whose window holds the token at ``full_slot``: integers of any shape."""
     return full_slot // ratio
 
 
@@ -41,6 +41,15 @@ def state_row(
 
     Ratio 4: a ring belongs to each 256-token SWA page, so that a page reused from the prefix cache brings its last
     tokens along. Ratio 128: a ring belongs to each request; nothing is pending at a page boundary.
+
+    Args:
+        ratio: 4 or 128.
+        request, position: the request's slot and the token's position, integers [T].
+        swa_slot: the token's slot in the window pool, integers [T]; needed at ratio 4 alone.
+        rings: rows of a ring, by ratio.
+
+    Returns:
+        Integers [T].
     """
     ring = rings[ratio]
     if LayerKind(ratio).keeps_state_by_page:

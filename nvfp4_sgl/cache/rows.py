@@ -65,7 +65,12 @@ class PackedRows:
 
 
 def row_store(buffer: Tensor, page_size: int, dim: int, format: RowFormat) -> RowStore:
-    """The rows in ``buffer``: exact ones of ``dim`` values in a model dtype, or bytes in ``format``."""
+    """The rows of one layer in ``buffer``.
+
+    Args:
+        buffer: fp32 or bf16 [pages, page_size * dim] for exact rows, or uint8 [pages, bytes] in ``format``.
+        page_size: rows of a page. dim: values of an exact row. format: of packed rows.
+    """
     if buffer.dtype in (torch.float32, torch.bfloat16):
         return ExactRows(buffer, dim)
     return PackedRows(format, buffer, page_size)

@@ -113,37 +113,40 @@ def keeping_nothing() -> Iterator[None]:
 
 
 def require_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    """Raise OperandTypeError if the tensor has none of ``dtypes``."""
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(one) for one in dtypes)
         raise OperandTypeError(f"{name}: expected dtype {expected}, found {tensor.dtype}")
 
 
 def require_shape(name: str, tensor: Tensor, expected: Sequence[int], meaning: str = "") -> None:
-    """``meaning`` spells the shape, e.g. "[T, K/2]"."""
+    """Raise OperandValueError if the shape is another; ``meaning`` spells it for the message, e.g. "[T, K/2]"."""
     if tuple(tensor.shape) != tuple(expected):
         spelt = f" = {meaning}" if meaning else ""
         raise OperandValueError(f"{name}: expected shape {tuple(expected)}{spelt}, found {tuple(tensor.shape)}")
 
 
 def require_dimensions(name: str, tensor: Tensor, dimensions: int, meaning: str) -> None:
+    """Raise OperandValueError if the number of dimensions is another; ``meaning`` as of :func:`require_shape`."""
     if tensor.dim() != dimensions:
         raise OperandValueError(f"{name}: expected shape {meaning}, found {tuple(tensor.shape)}")
 
 
 def require_table(name: str, tensor: Tensor, width: int | None = None) -> None:
-    """[rows, columns], of ``width`` columns where given."""
+    """Raise OperandValueError if the shape is not [rows, columns], with ``width`` columns if it is given."""
     if tensor.dim() != 2 or (width is not None and tensor.shape[1] != width):
         raise OperandValueError(f"{name}: expected shape [rows, {width or 'K'}], found {tuple(tensor.shape)}")
 
 
 def require_matrix(name: str, tensor: Tensor, multiple: int = 1) -> None:
-    """[..., N, K] with K a multiple of ``multiple``."""
+    """Raise OperandValueError if the shape is not [..., N, K] with K a multiple of ``multiple``."""
     if tensor.dim() < 2:
         raise OperandValueError(f"{name}: expected shape [..., N, K], found {tuple(tensor.shape)}")
     require_multiple(name, "K", tensor.shape[-1], multiple)
 
 
 def require_multiple(name: str, quantity: str, value: int, multiple: int, why: str = "") -> None:
+    """Raise OperandValueError if ``value`` is no positive multiple; ``why`` gives the reason in the message."""
     if value <= 0 or value % multiple:
         reason = f" ({why})" if why else ""
         raise OperandValueError(
@@ -152,27 +155,31 @@ def require_multiple(name: str, quantity: str, value: int, multiple: int, why: s
 
 
 def require_extent(name: str, quantity: str, value: int) -> None:
+    """Raise OperandValueError if ``value`` exceeds :data:`MAX_EXTENT`."""
     if value > MAX_EXTENT:
         raise OperandValueError(f"{name}: expected at most {MAX_EXTENT} {quantity}, found {value}")
 
 
 def require_power_of_two(name: str, quantity: str, value: int) -> None:
+    """Raise OperandValueError if ``value`` is no positive power of two."""
     if value <= 0 or value & (value - 1):
         raise OperandValueError(f"{name}: expected {quantity} to be a power of two, found {value}")
 
 
 def require_range(name: str, value: float, low: float, high: float) -> None:
-    """NaN is outside every range."""
+    """Raise OperandValueError if ``value`` is not in [``low``, ``high``]; NaN never is."""
     if not low <= value <= high:
         raise OperandValueError(f"{name}: expected a value in [{low!r}, {high!r}], found {value!r}")
 
 
 def require_one_of(name: str, value: int, choices: Sequence[int]) -> None:
+    """Raise OperandValueError if ``value`` is not among ``choices``."""
     if value not in choices:
         raise OperandValueError(f"{name}: expected one of {tuple(choices)}, found {value}")
 
 
 def require_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise OperandValueError if the tensor is not contiguous."""
     if not tensor.is_contiguous():
         raise OperandValueError(
             f"{name}: expected a contiguous tensor, found strides {tensor.stride()} for shape {tuple(tensor.shape)}"
@@ -180,7 +187,10 @@ def require_contiguous(name: str, tensor: Tensor) -> None:
 
 
 def require_rows(name: str, tensor: Tensor, alignment: int = 1) -> None:
-    """The last dimension contiguous, the strides of all others multiples of ``alignment`` bytes."""
+    """Raise OperandValueError if the last dimension is not contiguous, or another stride no multiple of ``alignment``.
+
+    alignment: bytes.
+    """
     strides, size = tensor.stride(), tensor.element_size()
     if strides[-1] != 1:
         raise OperandValueError(f"{name}: expected the last dimension to be contiguous, found strides {strides}")
@@ -193,7 +203,7 @@ def require_rows(name: str, tensor: Tensor, alignment: int = 1) -> None:
 
 
 def require_aligned(name: str, tensor: Tensor, alignment: int = ALIGNMENT) -> None:
-    """The address; only real tensors have one."""
+    """Raise OperandValueError if the address is no multiple of ``alignment`` bytes; only real tensors have one."""
     if tensor.data_ptr() % alignment:
         raise OperandValueError(
             f"{name}: expected an address that is a multiple of {alignment} bytes, found {tensor.data_ptr():#x}; a"
@@ -202,7 +212,14 @@ def require_aligned(name: str, tensor: Tensor, alignment: int = ALIGNMENT) -> No
 
 
 def require_pages(name: str, pages: Tensor, page_bytes: int, page_size: int) -> None:
-    """A paged pool, uint8 [pages, at least ``page_bytes``], whose pages begin at multiples of 16 bytes."""
+    """Raise an error if ``pages`` is not a pool, uint8 [pages, bytes], whose pages begin at multiples of 16 bytes.
+
+    page_bytes: least bytes of a page. page_size: entries of a page, for the message.
+
+    Raises:
+        OperandTypeError: another dtype.
+        OperandValueError: another shape, stride or address.
+    """
     require_dimensions(name, pages, 2, "[pages, bytes of a page]")
     require_dtype(name, pages, torch.uint8)
     require_rows(name, pages)
@@ -215,7 +232,10 @@ def require_pages(name: str, pages: Tensor, page_bytes: int, page_size: int) -> 
 
 
 def require_same_device(reference: str, tensor: Tensor, **others: Tensor | None) -> None:
-    """``None`` stands for an optional argument that was not given."""
+    """Raise OperandValueError if one of ``others`` is on another device than ``tensor``, the argument ``reference``.
+
+    others: by the names of their arguments; ``None`` for an optional one that was not given.
+    """
     for name, other in others.items():
         if other is not None and other.device != tensor.device:
             raise OperandValueError(

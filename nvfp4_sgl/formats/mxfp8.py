@@ -60,7 +60,13 @@ class MxFp8Tensor:
 
 
 def from_blocks(blocks: Fp8BlockTensor) -> MxFp8Tensor:
-    """The same values with scales by rows: the scale of a block of 128 × 128 is that of each 32 in each of its rows."""
+    """The same values [..., N, K] as MXFP8: each 32 columns of a row get the scale of their block of 128 × 128.
+
+    Scales must be UE8M0; the weight is shared, not copied.
+
+    Raises:
+        OperandTypeError: the scales have another dtype.
+    """
     n, k = blocks.shape[-2:]
     scale = ue8m0.as_bytes(blocks.scale).repeat_interleave(fp8_block.BLOCK, dim=-2)[..., :n, :]
     scale = scale.repeat_interleave(fp8_block.BLOCK // BLOCK, dim=-1)[..., : -(-k // BLOCK)]

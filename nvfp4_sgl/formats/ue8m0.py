@@ -51,6 +51,6 @@ def power_of_two_ceil(s: Tensor) -> Tensor:
 
 
 def as_bytes(scale: Tensor, name: str = "UE8M0 scale") -> Tensor:
-    """uint8 view of a scale tensor stored as ``float8_e8m0fnu`` or as uint8; OperandValueError for any other dtype."""
+    """uint8 view of a scale tensor stored as ``float8_e8m0fnu`` or as uint8; OperandTypeError for any other dtype."""
     require_dtype(name, scale, torch.float8_e8m0fnu, torch.uint8)
     return scale.view(torch.uint8)

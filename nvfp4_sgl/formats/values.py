@@ -14,7 +14,7 @@ POWER_SCALE_MAX = 2.0**127
 
 
 def require_finite(name: str, tensor: Tensor, limit: float | None = None) -> None:
-    """No NaN, no infinity and, where given, no magnitude above ``limit``."""
+    """Raise OperandValueError for NaN, infinities and, if given, magnitudes above ``limit``; waits for the device."""
     good = torch.isfinite(tensor.float()) if limit is None else tensor.float().abs() <= limit
     bad = int((~good).sum())
     if bad:

@@ -358,7 +358,7 @@ class DsparkBoundaries:
 
     Attributes:
         capture: writes the mean of streams [T, n, d] to columns [T, d] of what ``input`` reads.
-        input, guesses: told what the names of the draft's tensors begin with, of the first and the last stage.
+        input: made with the prefix of the first stage's tensor names. guesses: with that of the last stage.
     """
 
     capture: Callable[[Tensor, Tensor], object]

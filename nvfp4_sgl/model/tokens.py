@@ -120,10 +120,13 @@ def _with_room(rows: Tensor, count: int) -> Tensor:
 
 
 def tokens_of(parallel: TensorParallel, count: int, planned: int | None = None) -> Tokens:
-    """A rank's share of the tokens of a pass of ``count``, by one rule on every rank.
+    """A rank's share of the tokens of a pass, by one rule on every rank.
 
-    Tokens are divided if there are :attr:`SequenceParallel.least_tokens`, which ``planned`` says unless ``None``, and
-    all ranks get some.
+    Tokens are divided if there are at least :attr:`SequenceParallel.least_tokens` and every rank gets some.
+
+    Args:
+        count: tokens of the pass.
+        planned: tokens that the rule goes by, instead of ``count``.
     """
     sequence = parallel.sequence
     if parallel.size == 1 or sequence is None or (count if planned is None else planned) < sequence.least_tokens:

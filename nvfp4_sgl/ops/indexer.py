@@ -31,7 +31,11 @@ def indexer_query(q: Tensor, keys: RowStore) -> Tensor:
 
 
 def write_index_keys(keys: RowStore, slots: Tensor, entries: Tensor) -> None:
-    """Store indexer keys (fp32 [W, 128], after RoPE), rotated first where the store is 8-bit."""
+    """Store indexer keys; a store of 8-bit rows gets them after the Hadamard rotation.
+
+    Args:
+        slots: int64 [W], distinct. entries: fp32 [W, 128], after RoPE.
+    """
     keys.write(slots, hadamard(entries) if keys.is_quantized else entries)
 
 

@@ -13,7 +13,14 @@ from nvfp4_sgl.ops.swiglu import clamped_swiglu
 
 
 def route_weights(scores: Tensor, experts: Tensor, scaling: float) -> Tensor:
-    """fp32 [T, topk]: the chosen experts' shares in the sum of their scores, fp32 [T, E], times ``scaling``."""
+    """Weights of the chosen experts: each score over the sum of the chosen scores, times ``scaling``.
+
+    Args:
+        scores: fp32 [T, E]. experts: int64 [T, topk], the chosen ones.
+
+    Returns:
+        fp32 [T, topk]. The sum has 1e-20 added, so that scores of 0 give 0.
+    """
     chosen = scores.gather(1, experts)
     return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scaling
 

@@ -43,9 +43,9 @@ class TextLimit:
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """Bytes of text that the longest token of a ``tokenizers.Tokenizer`` stands for; ``None`` if there is no bound.
+    """Most bytes of text in one token of a ``tokenizers.Tokenizer``; ``None`` if there is no bound.
 
-    There is none where text is normalised first, or where an added token takes the spaces beside it along.
+    There is no bound if the tokenizer normalises text first, or strips spaces beside an added token.
     """
     settings = json.loads(tokenizer.to_str())
     normalizer, added = settings["normalizer"], settings["added_tokens"]
@@ -60,7 +60,7 @@ def longest_token(tokenizer: Any) -> int | None:
 
 
 def contents(messages: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    """The texts of chat messages that are rendered whatever else is."""
+    """The texts in the ``content`` of chat messages; every prompt has these, whatever other fields it has."""
     for message in messages:
         content = message.get("content")
         if isinstance(content, str):

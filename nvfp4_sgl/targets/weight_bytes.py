@@ -14,14 +14,16 @@ from nvfp4_sgl.weights.gemms import GemmSpec
 
 
 def decoded(gemm: GemmSpec, storage: StorageOf) -> int:
-    """Decoded to fp32; each row of an NVFP4 matrix keeps its global scale."""
+    """Bytes on a CPU: decoded to fp32; each row of an NVFP4 matrix keeps its global scale."""
     rows = zip(gemm.shards, gemm.shard_rows, strict=True)
     return 4 * (gemm.elements + sum(count for shard, count in rows if storage(shard.stem).is_nvfp4))
 
 
 def hopper(gemm: GemmSpec, storage: StorageOf) -> int:
-    """NVFP4: whole tiles of codes and block scales, alphas as on SM100. FP8: whole tiles of codes and factors, a one.
-    Others: dequantised to bf16."""
+    """Bytes on Hopper. NVFP4: whole tiles of codes and block scales, alphas as on SM100. Others: dequantised to bf16.
+
+    FP8: whole tiles of codes and factors, and an alpha of one.
+    """
     if gemm.kind in ("bf16", "mxfp8"):
         return 2 * gemm.elements
     tiles = -(-gemm.rows // TILE_ROWS) * -(-gemm.k // TILE_K)
@@ -37,7 +39,7 @@ def hopper_w4a4(gemm: GemmSpec, storage: StorageOf) -> int:
 
 
 def sm100(gemm: GemmSpec, storage: StorageOf) -> int:
-    """NVFP4: codes, padded block scales, alphas. MXFP8: codes, padded block scales, two ones. Else bf16."""
+    """Bytes on SM100. NVFP4: codes, padded block scales, alphas. MXFP8: the same, two ones as alphas. Else bf16."""
     rows = gemm.rows
     if gemm.kind == "bf16":
         return 2 * gemm.elements

@@ -149,25 +149,26 @@ def choose_tiling(
     each: int | None = None,
     expected: int | None = None,
 ) -> Tiling:
-    """Choose the tiling of a launch from its sizes alone; the arguments are those of :func:`choose_splits`.
+    """Choose the tiling of a launch from its sizes alone.
 
-    together: whether lists of neighbouring queries mostly agree (``sparse_attention``'s ``owners``), and values are
-    written. Where a query has few heads, neighbours then share programs, by :func:`shared_tiling`.
-
-    each: queries of each request (``sparse_attention``'s ``tokens_each``).
-
-    expected: columns of the second list that mostly count (``sparse_attention``'s ``expected_extra``).
+    Args:
+        queries, heads, columns, processors, packed: as of :func:`choose_splits`.
+        together: whether lists of neighbouring queries mostly agree (``sparse_attention``'s ``owners``), and values
+            are written. If a query has few heads, neighbours then share programs, by :func:`shared_tiling`.
+        each: queries of each request (``sparse_attention``'s ``tokens_each``).
+        expected: columns of the second list that mostly count (``sparse_attention``'s ``expected_extra``).
 
     Few queries of many heads go to programs of 16 heads each, as long as each program has two tiles at most and the
     chip holds all programs at once: more of the chip then works on them. Within these limits they take 0.83 to 0.88 of
     the default tiling's time, beyond them longer (``launch/results/tunings_h200.md``).
 
-    So do a few more queries of short lists, if a multiprocessor gets one program and no keys are split: 64 queries of
-    32 heads take 12.6 µs instead of 15.2. With columns for a million tokens, of which 128 are expected, keys are split
-    in two, and it still pays. It has not been measured on Blackwell.
+    So do a few more queries of short lists, if a multiprocessor gets one program and no keys are split. With columns
+    for a million tokens, of which 128 are expected, keys are split in two, and it is still faster.
 
-    Programs of one or two tiles have nothing to fetch two tiles ahead; if there are few of them, they begin sooner with
-    three stages: 13.5 µs instead of 14.2 for 64 queries of 64 heads. The bits are the same.
+    Programs of one or two tiles have nothing to fetch two tiles ahead. If there are few of them, they begin sooner with
+    three stages. The bits are the same.
+
+    All of this was timed on H200s (the notebook above has the times), and nothing on Blackwell.
     """
     if together and packed and chip.is_before_blackwell():
         shared = shared_tiling(queries, heads, columns, each)

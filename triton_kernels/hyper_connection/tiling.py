@@ -52,7 +52,7 @@ class Tiling:
         return cdiv(d, length), length
 
     def followers(self, tokens: int, head: bool) -> int:
-        """Collapsers and balancers of a block; the final collapse (``head``) has no balancers."""
+        """Programs that follow a block's mixers: collapsers, and balancers unless ``head``, the final collapse."""
         largest = min(tokens, self.tokens)
         return cdiv(largest, self.collapsed) + (0 if head else cdiv(largest, self.balanced))
 

@@ -198,10 +198,10 @@ class Plan:
         Args:
             positions: int64 [T].
             requests: int64 [B].
-            slots, full_to_swa: the scheduler's tables, as above.
+            slots, full_to_swa: the scheduler's tables, as the attributes of :class:`Plan`.
             window: tokens of a window, a power of two.
             longest: tokens of the longest sequence that may come.
-            tokens_each: the batch's.
+            tokens_each: as the attribute of :class:`Batch`.
             is_block: whether each token sees all that its request adds, up to :data:`BLOCK_COLUMNS`, and the window in
                 front of them. The pass compresses nothing.
         """

@@ -28,9 +28,14 @@ def build_tree(
     rows: int,
     mask_mode: Any,
 ) -> None:
-    """Positions [B * n], and each row's place in the batch and its successor, -1 for none, [B, n]; no siblings.
+    """Fill the tensors by which SGLang walks a tree of guesses; ours is a chain of ``rows`` tokens a request.
 
-    The mask stays as it is: nothing reads it.
+    Args:
+        lengths: [B], the position of each request's first row.
+        mask: left as it is, since nothing reads it.
+        positions: [B * rows], written: the position of each row.
+        index, next_token, next_sibling: [B, rows], written: the row's place in the batch, the row that follows it
+            within its request, -1 for none, and -1.
     """
     requests = len(lengths)
     places = torch.arange(requests * rows).view(requests, rows)
@@ -51,7 +56,7 @@ def draft_slots(
     positions: Tensor | None = None,
     mrope: Tensor | None = None,
 ) -> None:
-    """Slots of the ``columns`` tokens behind each request's ``lengths``, into ``out`` [B * columns]."""
+    """Write the slots of the ``columns`` tokens after each request's ``lengths`` to ``out`` [B * columns]."""
     out.copy_(_slots(table, requests, lengths, topk * columns).flatten())
     if positions is not None:
         positions.copy_(lengths)
@@ -67,7 +72,7 @@ def cache_locs(
     draft_token_num: int,
     device: Any,
 ) -> Tensor:
-    """The same of a verify pass, int64 [B * n]."""
+    """Slots of the tokens of a verify pass, int64 [B * draft_token_num]."""
     return _slots(req_to_token, req_pool_indices, start_offset, draft_token_num).flatten()
 
 
@@ -79,7 +84,7 @@ def _slots(table: Tensor, requests: Tensor, lengths: Tensor, count: int) -> Tens
 def bonus_tokens(
     original: Callable[..., None], accepted: Tensor, lengths: Tensor, out: Tensor, stride: int, requests: int
 ) -> None:
-    """The last accepted token of each request, into ``out`` [B]; ``accepted`` [B, stride] in any shape."""
+    """Write the last accepted token of each request to ``out`` [B]; ``accepted`` has B * stride elements."""
     out.copy_(accepted.view(requests, stride).gather(1, lengths.long()[:, None] - 1)[:, 0])
 
 
@@ -108,7 +113,7 @@ def last_slots(original: Callable[..., Tensor], table: Tensor, requests: Tensor,
 def select_guess(
     original: Callable[..., Any], i: int, p: Tensor, index: Tensor, hidden: Tensor, scores: Tensor | None, topk: int
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Ids [B] and streams of step i: of a chain those that the step before gave."""
+    """Ids [B] and streams that step i reads: in a chain, those of the step before."""
     return index.flatten(), hidden, p, (p[:, None], index, torch.full_like(index, i))
 
 
