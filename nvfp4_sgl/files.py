@@ -78,7 +78,7 @@ def require_directory(path: str | Path, error: type[ConfigError] | type[Checkpoi
 def refuse_hub_cache(directory: Path, error: type[ConfigError] | type[CheckpointError]) -> None:
     """Refuse folders of the Hugging Face cache that hold checkpoints further down, and name those."""
     # Resolved: "." and links have names of their own.
-    found = directory.resolve()
+    found = Path(os.path.realpath(directory))  # Path.resolve raises where links go in a circle
     root = found.parent if found.name in ("snapshots", "blobs", "refs") else found
     if (directory / "config.json").exists():
         return
@@ -110,6 +110,17 @@ def _refuse_hub_root(directory: Path, error: type[ConfigError] | type[Checkpoint
                 f"{directory}: expected a checkpoint, found the Hugging Face cache; pass one of {directory / pattern},"
                 f" such as {folders[0]}"
             )
+
+
+def refuse_lost(directory: Path, error: OSError) -> None:
+    """Raise :class:`CheckpointError` for ``error`` if it comes of files that ``directory`` had when it was checked."""
+    name = error.filename
+    is_within = isinstance(name, str) and Path(name).parent == directory and not Path(name).exists()
+    if is_within or not (directory / "config.json").is_file():
+        lost = name if is_within else directory
+        raise CheckpointError(
+            f"{lost}: was there when the server started; start it again once it is complete"
+        ) from error
 
 
 def require_finished(directory: Path, error: type[ConfigError] | type[CheckpointError]) -> None:

@@ -26,7 +26,7 @@ from nvfp4_sgl.config import ARCHITECTURE, ModelConfig, read_config_json
 from nvfp4_sgl.convert.at_load import converted_at_load
 from nvfp4_sgl.convert.options import parse_at_load
 from nvfp4_sgl.errors import ConfigError, UnsupportedError
-from nvfp4_sgl.files import refuse_hub_cache, require_finished
+from nvfp4_sgl.files import refuse_hub_cache, require_file, require_finished
 from nvfp4_sgl.numa import parse_cpus
 from nvfp4_sgl.ops.modes import ActivationMode
 from nvfp4_sgl.serving import flags, start_log
@@ -102,6 +102,8 @@ def preflight(server_args: Any) -> None:
     if given["model_path"] is not None:
         refuse_hub_cache(Path(given["model_path"]), ConfigError)
         require_finished(Path(given["model_path"]), ConfigError)
+        if (config := Path(given["model_path"]) / "config.json").exists():
+            require_file(config, ConfigError, "use the config.json of the release")
     if not is_our_checkpoint(given["model_path"]):
         return
     start_log.leave_out_false_lines()

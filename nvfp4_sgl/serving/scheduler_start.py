@@ -7,6 +7,7 @@ from typing import Any
 
 from nvfp4_sgl.architectures import architectures
 from nvfp4_sgl.errors import Nvfp4SglError
+from nvfp4_sgl.files import refuse_lost
 from nvfp4_sgl.process_exit import stop
 from nvfp4_sgl.serving import (
     aborts,
@@ -81,26 +82,38 @@ def create_backend(runner: Any) -> Any:
 def start_scheduler(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Build the scheduler; an error of ours ends the process with one message, and the launcher with it."""
     try:
-        ours = arguments.is_our_checkpoint(settings.model_path())
-        if ours:
-            start_log.leave_out_false_lines()
-            if parallel.tp_rank() == 0:
-                grammar_compiler.prepare()  # forks: before there are threads, and CPUs of its own
-            arguments.use_bound_cpus(parallel.tp_rank())
-            hooking.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS | first_requests.HOOKS | backend.HOOKS)
-            hooking.install_hooks({"abort_request": aborts.abort_request})
-            if settings.draft_algorithm() is not None:
-                on_gpu = descriptor(detect_target()).on_gpu
-                hooking.install_hooks(drafts.hooks(on_gpu=on_gpu, blocks=settings.drafts_blocks()))
-            first_requests.compile_nothing()
-        original(scheduler, *args, **kwargs)
-        if ours:
-            prompt_graphs.capture(scheduler.tp_worker.model_runner)
-            first_requests.warm_up(scheduler)
-            if settings.draft_algorithm() is not None:
-                first_rounds.warm_up(scheduler)
-            shared_requests.share()
-            metrics.watch(scheduler)
-        runtime_info.log(scheduler)
+        _start(original, scheduler, *args, **kwargs)
     except Nvfp4SglError as error:
         stop(error)
+    except OSError as error:
+        if settings.resolved("attention_backend") != BACKEND:
+            raise
+        try:
+            refuse_lost(settings.model_path(), error)
+        except Nvfp4SglError as lost:
+            stop(lost)
+        raise
+
+
+def _start(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    ours = arguments.is_our_checkpoint(settings.model_path())
+    if ours:
+        start_log.leave_out_false_lines()
+        if parallel.tp_rank() == 0:
+            grammar_compiler.prepare()  # forks: before there are threads, and CPUs of its own
+        arguments.use_bound_cpus(parallel.tp_rank())
+        hooking.install_hooks(finite_logits.HOOKS | stop_strings.HOOKS | first_requests.HOOKS | backend.HOOKS)
+        hooking.install_hooks({"abort_request": aborts.abort_request})
+        if settings.draft_algorithm() is not None:
+            on_gpu = descriptor(detect_target()).on_gpu
+            hooking.install_hooks(drafts.hooks(on_gpu=on_gpu, blocks=settings.drafts_blocks()))
+        first_requests.compile_nothing()
+    original(scheduler, *args, **kwargs)
+    if ours:
+        prompt_graphs.capture(scheduler.tp_worker.model_runner)
+        first_requests.warm_up(scheduler)
+        if settings.draft_algorithm() is not None:
+            first_rounds.warm_up(scheduler)
+        shared_requests.share()
+        metrics.watch(scheduler)
+    runtime_info.log(scheduler)

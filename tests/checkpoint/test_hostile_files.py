@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,7 +18,15 @@ import pytest
 from nvfp4_sgl import cli
 from nvfp4_sgl.checkpoint.verified import verify
 from nvfp4_sgl.errors import CheckpointError, ConfigError, Nvfp4SglError
-from nvfp4_sgl.files import escaped, foreign_kind, parse_json, refuse_hub_cache, require_directory, shown
+from nvfp4_sgl.files import (
+    escaped,
+    foreign_kind,
+    parse_json,
+    refuse_hub_cache,
+    refuse_lost,
+    require_directory,
+    shown,
+)
 from tests.support.damage import INDEX, change_json, copy_checkpoint, replace_bytes
 
 SECONDS = 20
@@ -292,6 +301,25 @@ def test_a_server_is_told_so_before_it_starts(tmp_path: Path) -> None:
     (tmp_path / "models--org--name" / "snapshots").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"Hugging Face cache without a snapshot; fetch the model again"):
         refuse_hub_cache(tmp_path / "models--org--name", ConfigError)
+
+
+def test_links_in_a_circle_are_no_hub_cache(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    refuse_hub_cache(tmp_path / "link", ConfigError)
+
+
+def test_files_that_went_away(tmp_path: Path) -> None:
+    """They are named if the checkpoint had them; other errors of the system are not its fault."""
+    weights = tmp_path / "model.safetensors"
+    absent = FileNotFoundError(errno.ENOENT, "No such file or directory", str(weights))
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}: was there when the server started"):
+        refuse_lost(tmp_path, OSError("Repo id must be in the form"))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(CheckpointError, match=f"^{weights}: was there when the server started"):
+        refuse_lost(tmp_path, absent)
+    weights.touch()
+    for other in (absent, OSError(errno.EADDRINUSE, "Address already in use"), FileNotFoundError(2, "", "/elsewhere")):
+        refuse_lost(tmp_path, other)
 
 
 @pytest.mark.parametrize("given", [".", "link", "snapshots/.."])
