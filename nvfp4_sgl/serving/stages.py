@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.serving.http_port import POLL_SECONDS, comes_to_listen, ending, held_port, listens_on
@@ -49,12 +50,20 @@ def warm_up_server(original: Callable[..., None], *args: Any, **kwargs: Any) -> 
     if not comes_to_listen(port):
         say_who_listens(host, port)
         return
+    ask_without_proxy(urlsplit(settings.url()).hostname or host)
     warm_up = threading.Thread(target=original, args=args, kwargs=kwargs, name="warm-up", daemon=True)
     warm_up.start()
     while warm_up.is_alive() and not ending.is_set():
         warm_up.join(POLL_SECONDS)
     if listens_on(port) and http_server.is_healthy():
         logger.info("nvfp4_sgl: ready: %.1f s since the start of the server", process_seconds())
+
+
+def ask_without_proxy(host: str) -> None:
+    """Have this process ask ``host``, which is itself, directly: a proxy that the environment names cannot."""
+    direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "", host]
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, direct))
 
 
 def say_who_listens(host: str, port: int) -> None:

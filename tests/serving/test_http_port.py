@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ import pytest
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.serving import guard, http_port, stages
 from nvfp4_sgl.serving.endpoints import Access
-from nvfp4_sgl.serving.http_port import comes_to_listen, held_port, listens_on
+from nvfp4_sgl.serving.http_port import check_certificate, comes_to_listen, held_port, listens_on
 from nvfp4_sgl.serving.sglang import settings
 
 HOST = "127.0.0.1"
@@ -49,6 +52,44 @@ def test_a_port_where_another_listens_is_refused(port: int) -> None:
     for host, number in (("no such host", port), (HOST, 70000)):
         with pytest.raises(ConfigError), held_port(host, number):
             pass
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a certificate, its key, the same key encrypted, and another key."""
+    folder = tmp_path_factory.mktemp("keys")
+    make = ["openssl", "req", "-x509", "-subj", "/CN=localhost", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    for name in ("own", "other"):
+        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        subprocess.run([*make, "-nodes", *files], cwd=folder, check=True, capture_output=True)
+    encrypt = ["openssl", "ec", "-aes256", "-passout", "pass:word", "-in", "own.key", "-out", "encrypted.key"]
+    subprocess.run(encrypt, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates")
+def test_certificates(keys: Path) -> None:
+    """Uvicorn loads them after the weights, and asks a terminal for a password."""
+
+    def check(
+        key: str, password: str | None = None, certificate: str = "own.pem", authorities: str = "own.pem"
+    ) -> None:
+        check_certificate(str(keys / certificate), str(keys / key), str(keys / authorities), password)
+
+    check_certificate(None, None, None, None)
+    check("own.key")
+    check("encrypted.key", "word")
+    wrong: list[dict[str, Any]] = [
+        {"key": "other.key"},
+        {"key": "encrypted.key"},
+        {"key": "encrypted.key", "password": "other"},
+        {"key": "own.key", "certificate": "own.key"},
+        {"key": "own.key", "authorities": "own.key"},
+        {"key": "absent"},
+    ]
+    for arguments in wrong:
+        with pytest.raises(ConfigError, match=f"--ssl-certfile {keys}.*expected a certificate and its key"):
+            check(**arguments)
 
 
 def test_every_address_of_a_name_is_bound(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +160,8 @@ def warm_up(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(stages, "serves_our_model", lambda: True)
     monkeypatch.setattr(settings, "resolved", {"host": HOST, "port": port}.__getitem__)
+    monkeypatch.setattr(settings, "url", lambda: f"http://{HOST}:{port}")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr("nvfp4_sgl.serving.sglang.http_server.is_healthy", lambda: True)
 
     def run(original: Callable[[], None]) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import time
 
 import pytest
+import requests
 
 from nvfp4_sgl.serving import stages
 
@@ -53,6 +55,24 @@ def test_ready_is_said_once_health_is(
     for name in ("comes_to_listen", "listens_on"):
         monkeypatch.setattr(stages, name, lambda port: ours)
     monkeypatch.setattr("nvfp4_sgl.serving.sglang.settings.resolved", lambda name: None)
+    monkeypatch.setattr("nvfp4_sgl.serving.sglang.settings.url", lambda: "http://127.0.0.1:1")
+    monkeypatch.setattr(os, "environ", {})
     stages.warm_up_server(lambda arguments, callback=None: logging.getLogger("sglang").info("fired up"), "arguments")
     assert caplog.messages[0] == "fired up" and len(caplog.messages) == 1 + lines
     assert all(line.startswith("nvfp4_sgl: ready: ") for line in caplog.messages[1:])
+
+
+@pytest.mark.parametrize(
+    ("given", "direct"),
+    [({}, "::1"), ({"no_proxy": "a,b"}, "a,b,::1"), ({"NO_PROXY": "c", "no_proxy": ""}, "c,::1")],
+)
+def test_a_server_asks_itself_without_a_proxy(
+    given: dict[str, str], direct: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, given.get(name, ""))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    stages.ask_without_proxy("::1")
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == direct
+    assert requests.utils.should_bypass_proxies("http://[::1]:30000/model_info", None)
+    assert not requests.utils.should_bypass_proxies("http://elsewhere/", None)

@@ -37,7 +37,7 @@ FRONT_END_FLAGS: Mapping[str, Row] = {
         *("default_chat_template_kwargs", "constrained_json_disable_any_whitespace"),
         *("constrained_json_max_whitespace_cnt",),
     ),
-    **works("tests/serving/test_request_limits.py::test_ports", "host", "port"),
+    **works("tests/serving/test_http_port.py::test_a_port_where_another_listens_is_refused", "host", "port"),
     **works("tests/serving/test_life_and_death.py::test_servers_answer_alike", "skip_server_warmup"),
     **works("tests/serving/test_endpoints.py::test_server_refuses_without_the_key", "api_key", "admin_api_key"),
     **works("tests/serving/test_metrics.py::test_answers_say_what_was_cached", "enable_cache_report"),

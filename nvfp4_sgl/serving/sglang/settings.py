@@ -43,6 +43,11 @@ def resolved(name: str) -> Any:
     return find("resolution_result")(served_arguments(), name)
 
 
+def url() -> str:
+    """URL at which SGLang asks this server itself."""
+    return str(served_arguments().url())
+
+
 def replace(why: str, **values: Any) -> None:
     """Make this process use ``values`` from now on."""
     find("get_context")().override(f"nvfp4_sgl.{why}", **values)
