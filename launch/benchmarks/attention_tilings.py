@@ -240,7 +240,7 @@ def line(shape: Shape, found: list[tuple[str, int, float | str]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_attention_tilings")
-    parser.add_argument("--heads", type=int, default=32, help="of a query; multiples of 8")
+    parser.add_argument("--heads", type=int, default=32, help="heads of a query, a multiple of 8 (default: 32)")
     parser.add_argument("--quantized", action="store_true", help="outputs in NVFP4 rather than bf16")
     parser.add_argument("--jobs", type=int, default=16, metavar="N", help="processes that compile at once")
     arguments = parser.parse_args()

@@ -200,7 +200,7 @@ def shared_options(
     parser.add_argument("--tokens", type=LENGTH, default=tokens, help="tokens of an answer")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / folder, metavar="OUT", help="logs and results")
     parser.add_argument(
-        "--port", type=whole_number(65535, least=0), default=0, help="of the servers (default: a free one)"
+        "--port", type=whole_number(65535, least=0), default=0, help="port of the servers (default: a free one)"
     )
     parser.add_argument("--flags", default="", help="more flags of both servers: --flags='--a 1 --b'")
     return parser

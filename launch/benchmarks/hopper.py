@@ -316,7 +316,7 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="launch/bench_hopper", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=("flash", "pro"), default=["flash"], help="whose shapes")
     parser.add_argument("--tp", nargs="+", type=int, default=[1, 2, 4], metavar="N", help="tensor-parallel sizes")
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of a pass")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="tokens of a pass")
     parser.add_argument("--weights", choices=tuple(WEIGHT_TILE_BYTES), default="nvfp4", help="nvfp4 or fp8")
     parser.add_argument(
         "--shapes", action="store_true", help="every kernel shape of dense GEMMs, not the chosen one alone"
@@ -330,7 +330,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-humming", action="store_true", help="without humming, which is timed if it is installed, in dense NVFP4"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also as JSON")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the times here, as JSON")
     return parser
 
 

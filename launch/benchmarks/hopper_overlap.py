@@ -369,8 +369,8 @@ def options() -> argparse.ArgumentParser:
         metavar="N",
         help="tensor-parallel sizes",
     )
-    parser.add_argument("--tokens", nargs="+", type=AT_ONCE, default=[1, 16, 64], help="of a step")
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
+    parser.add_argument("--tokens", nargs="+", type=AT_ONCE, default=[1, 16, 64], help="tokens of a step")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also write the times here, as JSON")
     return parser
 
 

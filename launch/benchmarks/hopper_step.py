@@ -193,11 +193,16 @@ def try_shapes(step: Step) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="launch/bench_hopper_step", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--tp", type=int, choices=RANKS, default=2, metavar="N", help="as one of so many ranks; nothing is reduced"
+        "--tp",
+        type=int,
+        choices=RANKS,
+        default=2,
+        metavar="N",
+        help="time one rank of N; nothing is reduced (default: 2)",
     )
-    parser.add_argument("--layers", type=LAYERS, default=8, help="the first of Flash")
+    parser.add_argument("--layers", type=LAYERS, default=8, help="the first layers of Flash (default: 8)")
     parser.add_argument("--tokens", nargs="+", type=AT_ONCE, default=[1, 16, 64], help="requests of a step")
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also write the times here, as JSON")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("no CUDA device here; these kernels run on Hopper GPUs")

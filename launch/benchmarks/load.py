@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument(
         "directory", type=Path, metavar="DIR", help="where the checkpoint is written, or was with --keep"
     )
-    parser.add_argument("--layers", type=int, default=6, help="of Flash's; 24 GB by default")
+    parser.add_argument("--layers", type=int, default=6, help="the first layers of Flash (default: 6, which are 24 GB)")
     parser.add_argument(
         "--tp", type=int, nargs="+", default=[1], metavar="N", help="ranks; one measurement each (default: 1)"
     )

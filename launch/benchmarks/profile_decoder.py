@@ -229,10 +229,10 @@ def flash_model(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="launch/profile_decoder")
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also write the report here, as JSON")
     parser.add_argument("--flash", type=LAYERS, metavar="LAYERS", help="the first layers of Flash, random weights")
     ranks = parser.add_argument(
-        "--tp", type=int, choices=RANKS, default=2, metavar="N", help="with --flash: as one of so many ranks"
+        "--tp", type=int, choices=RANKS, default=2, metavar="N", help="with --flash: time one rank of N (default: 2)"
     )
     context = parser.add_argument(
         "--context",
@@ -245,10 +245,10 @@ def main() -> None:
         nargs="+",
         type=Prompts.parse,
         default=[],
-        help="with --flash: also prompts of so many tokens; 8x1024: eight in a pass",
+        help="with --flash: also prompts of this many tokens; 8x1024: eight in a pass",
     )
     requests = parser.add_argument(
-        "--requests", nargs="+", type=AT_ONCE, default=FLASH_DECODING, help="with --flash: of a step"
+        "--requests", nargs="+", type=AT_ONCE, default=FLASH_DECODING, help="with --flash: requests of a step"
     )
     arguments = parser.parse_args()
     for option in (ranks, context, prompts, requests):

@@ -194,9 +194,9 @@ def line(requests: int, times: Mapping[str, Sequence[float]], error: float, sums
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="launch/bench_rank_sums", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tp", type=int, choices=PUSHING_RANKS, default=2, metavar="N", help="ranks, a GPU each")
-    parser.add_argument("--layers", type=LAYERS, default=8, help="the first of Flash")
+    parser.add_argument("--layers", type=LAYERS, default=8, help="the first layers of Flash (default: 8)")
     parser.add_argument("--tokens", nargs="+", type=AT_ONCE, default=[1, 16, 64], help="requests of a step")
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="also as JSON")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also write the times here, as JSON")
     given = parser.parse_args(arguments)
     if torch.cuda.device_count() < given.tp:
         parser.error(f"--tp {given.tp}: expected as many GPUs, found {torch.cuda.device_count()}; use a larger machine")

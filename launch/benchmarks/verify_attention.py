@@ -100,7 +100,7 @@ def line(case: Verified, found: Iterable[tuple[str, float | str]], chosen: str) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_verify_attention")
-    parser.add_argument("--heads", type=int, nargs="+", default=[32, 16], help="of a query, up to 32")
+    parser.add_argument("--heads", type=int, nargs="+", default=[32, 16], help="heads of a query, up to 32")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_verify_attention: no CUDA device; it measures, and measures nothing without one")

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output", type=Path, metavar="OUT", help="where first light puts its folder (default: build/first_light)"
     )
     parser.add_argument("--again", action="store_true", help="on Hopper: also what has passed with this code")
-    parser.add_argument("--report", action="store_true", help="of Hopper's parts, what they came to; runs nothing")
+    parser.add_argument("--report", action="store_true", help="print the results of Hopper's parts; runs nothing")
     parser.add_argument("what", nargs="?", default="all", help="one step instead of all")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="for pytest; of memcheck and racecheck, files of tests/")
     args = parser.parse_args(arguments)

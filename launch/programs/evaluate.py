@@ -304,7 +304,7 @@ def describe(error: Exception) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/evaluate", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("url", help="of a running server, e.g. http://127.0.0.1:30000")
+    parser.add_argument("url", help="address of a running server, e.g. http://127.0.0.1:30000")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="record|compare|questions")
     keep = verbs.add_parser("record", help="keep log-probabilities of texts")
     keep.add_argument("texts", type=Path, help="record: a text a line, or .jsonl with a field 'text'")
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     against.add_argument("--max-kl", type=float, help="exit with 1 if the mean KL is larger")
     ask = verbs.add_parser("questions", help="score a file of questions")
     ask.add_argument("file", type=Path, help="questions: .jsonl with 'question', and 'answer' or 'pattern'")
-    ask.add_argument("--max-tokens", type=int, default=512, help="of an answer (default: 512)")
+    ask.add_argument("--max-tokens", type=int, default=512, help="tokens of an answer (default: 512)")
     for verb in (keep, against, ask):
         verb.add_argument("--concurrency", type=int, default=8, help="requests at once (default: 8)")
         verb.add_argument("--output", type=Path, metavar="FILE", help="also write the result here, as JSON")

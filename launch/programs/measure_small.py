@@ -11,9 +11,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/measure_small", description="Figures of the small model.")
     parser.add_argument("checkpoint", type=Path, help="the BF16 checkpoint that launch/train_small wrote")
     parser.add_argument("--acceptance", action="store_true", help="instead: which guesses of its draft are accepted")
-    parser.add_argument("--documents", type=int, default=32, help="to measure on (%(default)s)")
+    parser.add_argument("--documents", type=int, default=32, help="documents to measure on (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report here, too")
-    parser.add_argument("--threads", type=int, default=2, help="of torch (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch (default: %(default)s)")
     args = parser.parse_args()
     from nvfp4_sgl.config import require_checkpoint
 

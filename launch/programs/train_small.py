@@ -24,8 +24,10 @@ def main() -> int:
     )
     parser.add_argument("--draft-steps", type=int, help="0: train no drafts (600 on a CPU, 4000 on a GPU)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="let drafts be trained by then")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="of the drafts' training (a GPU if there is one)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and documents (%(default)s)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="device that trains drafts (default: a GPU if there is one)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and documents (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="sums differ between numbers of threads (%(default)s)")
     args = parser.parse_args()
     # Behind the parser: it takes seconds, which --help need not wait for.

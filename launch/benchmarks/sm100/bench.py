@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/bench_sm100", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="flash, pro")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 8], metavar="N", help="tensor-parallel sizes")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 8192], help="of a pass")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 8192], help="tokens of a pass")
     parser.add_argument(
         "--checkpoint",
         choices=CHECKPOINTS,
