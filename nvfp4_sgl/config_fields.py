@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nvfp4_sgl.config import ModelConfig
 
 MAX_LAYERS = 1024
-"""Bounds what is built before files are looked at. Pro has 61."""
+"""Bounds what is built before files are read. Pro has 61."""
 MODEL_TYPE = "deepseek_v4"
 
 
@@ -112,7 +112,7 @@ def same(value: object, other: object) -> bool:
 
 _SIZE = "a size of tensors"
 _FREQUENCY = "the base of RoPE's frequencies: at 1 or less they do not fall"
-_EPSILON = "fp32 holds its reciprocal square root, and it stays small beside 1"
+_EPSILON = "fp32 holds its reciprocal square root; it is small beside 1"
 YARN: dict[str, Integer | Number] = {
     "factor": Number(1, 2.0**12, "16 in the releases; frequencies are divided by it"),
     "original_max_position_embeddings": Integer(1, 2**24, "65536 in the releases"),
@@ -123,7 +123,7 @@ YARN: dict[str, Integer | Number] = {
 READ: dict[str, Integer | Number] = {
     "vocab_size": Integer(1, 2**24, _SIZE),
     "hidden_size": Integer(1, 2**17, _SIZE),
-    "num_hidden_layers": Integer(1, MAX_LAYERS, "bounds what is built before files are looked at"),
+    "num_hidden_layers": Integer(1, MAX_LAYERS, "bounds what is built before files are read"),
     "num_attention_heads": Integer(1, 2**11, _SIZE),
     "head_dim": Integer(1, 2**13, _SIZE),
     "qk_rope_head_dim": Integer(1, 2**10, _SIZE),
@@ -132,16 +132,20 @@ READ: dict[str, Integer | Number] = {
     "o_lora_rank": Integer(1, 2**14, _SIZE),
     "sliding_window": Integer(1, 2**11, "128 in the releases; rows of this many tokens are kept for every request"),
     "moe_intermediate_size": Integer(1, 2**16, _SIZE),
-    "n_routed_experts": Integer(1, MAX_CONFIGURED_EXPERTS, "bounds what is built before files are looked at"),
+    "n_routed_experts": Integer(1, MAX_CONFIGURED_EXPERTS, "bounds what is built before files are read"),
     "num_experts_per_tok": Integer(1, MAX_CONFIGURED_EXPERTS, "at most n_routed_experts"),
     "routed_scaling_factor": Number(2.0**-10, 2.0**10, "1.5 and 2.5 in the releases; experts' outputs stay finite"),
-    "swiglu_limit": Number(0.5, 2.0**16, "10 in the releases; SiLU's least is -0.28; sums of its square stay finite"),
+    "swiglu_limit": Number(
+        0.5,
+        2.0**16,
+        "10 in the releases; SiLU is never below -0.28; sums of its square stay finite",
+    ),
     "num_hash_layers": Integer(0, MAX_LAYERS, "3 in the releases"),
     "index_n_heads": Integer(1, 2**10, _SIZE),
     "index_head_dim": Integer(1, 2**11, _SIZE),
     "index_topk": Integer(1, 2**14, "512 and 1024 in the releases; entries that a query selects"),
     "hc_mult": Integer(1, 2**6, _SIZE),
-    "hc_sinkhorn_iters": Integer(1, 320, "20 in the releases; a pass takes so many steps in every layer"),
+    "hc_sinkhorn_iters": Integer(1, 320, "20 in the releases; iterations in every layer of a pass"),
     "hc_eps": Number(MIN_HC_EPS, MAX_HC_EPS, "1e-6 in the releases; fp32 holds four divisors of Sinkhorn multiplied"),
     "rms_norm_eps": Number(1e-30, 1.0, f"1e-6 in the releases; {_EPSILON}"),
     "rope_theta": Number(2.0, 1e12, _FREQUENCY),
@@ -163,7 +167,7 @@ FIXED: dict[str, Fixed] = {
     "hidden_act": Fixed(("silu",), "the experts' activation"),
     "attention_bias": Fixed((False,), "attention has no biases"),
     "mlp_bias": Fixed((False,), "experts have no biases"),
-    "is_encoder_decoder": Fixed((False,), "a decoder alone is computed"),
+    "is_encoder_decoder": Fixed((False,), "only a decoder is computed"),
     "first_k_dense_replace": Fixed((0,), "every layer has experts"),
     "moe_layer_freq": Fixed((1,), "every layer has experts"),
     "q_head_norm": Fixed((True,), "V4 normalises the heads of queries, V4.1 does not"),
@@ -174,14 +178,14 @@ FIXED: dict[str, Fixed] = {
     "candidate_topk_blocks": Fixed((0,), "V4.1's candidates"),
     "candidate_block_size": Fixed((0,), "V4.1's candidates"),
     "engram_layer_ids": Fixed(([],), "V4.1's n-gram memory"),
-    "vision_n_layers": Fixed((0,), "text alone is read"),
-    "rope_interleave": Fixed((True,), "RoPE turns pairs that lie side by side"),
+    "vision_n_layers": Fixed((0,), "only text is read"),
+    "rope_interleave": Fixed((True,), "RoPE rotates pairs of neighbouring dimensions"),
     "text_config": Fixed(_ABSENT, "SGLang would read its fields instead"),
     "llm_config": Fixed(_ABSENT, "SGLang would read its fields instead"),
     "language_config": Fixed(_ABSENT, "SGLang would read its fields instead"),
     "thinker_config": Fixed(_ABSENT, "SGLang would read its fields instead"),
-    "vision_config": Fixed(_ABSENT, "text alone is read"),
-    "audio_config": Fixed(_ABSENT, "text alone is read"),
+    "vision_config": Fixed(_ABSENT, "only text is read"),
+    "audio_config": Fixed(_ABSENT, "only text is read"),
     "compression_config": Fixed(_ABSENT, "the older name of quantization_config"),
     **dict.fromkeys(
         ("dtype", "torch_dtype"),
@@ -212,16 +216,16 @@ REPEATS: dict[str, Repeats] = {
     "window_size": Repeats(lambda c: c.sliding_window, "sliding_window", "another name of it"),
     "n_hash_layers": Repeats(lambda c: c.num_hash_layers, "num_hash_layers", "another name of it"),
     "layer_types": Repeats(
-        lambda c: [_LAYER_TYPES[kind.value] for kind in c.layer_kinds], "compress_ratios", "transformers' words for it"
+        lambda c: [_LAYER_TYPES[kind.value] for kind in c.layer_kinds], "compress_ratios", "transformers' name of it"
     ),
     "mlp_layer_types": Repeats(
         lambda c: ["hash_moe" if c.is_hash_routed(layer) else "moe" for layer in range(c.num_hidden_layers)],
         "num_hash_layers",
-        "transformers' words for it",
+        "transformers' name of it",
     ),
-    "compress_rates": Repeats(lambda c: {_CSA: 4, _HCA: 128}, "compress_ratios", "transformers' words for it"),
-    "compress_rate_csa": Repeats(lambda c: 4, "compress_ratios", "transformers' words for it"),
-    "compress_rate_hca": Repeats(lambda c: 128, "compress_ratios", "transformers' words for it"),
+    "compress_rates": Repeats(lambda c: {_CSA: 4, _HCA: 128}, "compress_ratios", "transformers' name of it"),
+    "compress_rate_csa": Repeats(lambda c: 4, "compress_ratios", "transformers' name of it"),
+    "compress_rate_hca": Repeats(lambda c: 128, "compress_ratios", "transformers' name of it"),
     **dict.fromkeys(("max_sequence_length", "seq_length", "max_seq_len", "model_max_length"), _CONTEXT),
 }
 
@@ -229,11 +233,11 @@ ELSEWHERE: dict[str, Elsewhere] = {
     "architectures": Elsewhere("a list that begins with DeepseekV4ForCausalLM"),
     "compress_ratios": Elsewhere("0, 4 or 128 for every layer, and for draft layers"),
     "rope_scaling": Elsewhere("YaRN's parameters; nothing else is implemented"),
-    "rope_parameters": Elsewhere("says rope_theta, compress_rope_theta and rope_scaling again"),
+    "rope_parameters": Elsewhere("must agree with rope_theta, compress_rope_theta and rope_scaling"),
     "n_group": Elsewhere("1, null or topk_group: the choice of experts is not limited to groups"),
     "topk_group": Elsewhere("1, null or n_group: the choice of experts is not limited to groups"),
-    "quantization_config": Elsewhere("what it says of matrices is held against their tensors"),
-    "expert_dtype": Elsewhere("held against the experts' tensors"),
+    "quantization_config": Elsewhere("must agree with the tensors of the matrices"),
+    "expert_dtype": Elsewhere("must agree with the experts' tensors"),
     "activation_mode": Elsewhere("a mode of the target"),
 }
 
@@ -241,11 +245,11 @@ DSPARK = "dspark_"
 """Prefix of what configures a DSpark draft."""
 OF_DSPARK: dict[str, Fixed | Repeats | Elsewhere] = {
     "dspark_block_size": Elsewhere("tokens that a DSpark draft guesses at once, 1 to 9"),
-    "dspark_markov_rank": Elsewhere("rank of a DSpark draft's bias by the token before"),
-    "dspark_noise_token_id": Elsewhere("stands for a block's tokens that are not known yet"),
+    "dspark_markov_rank": Elsewhere("rank of a DSpark draft's bias, which depends on the previous token"),
+    "dspark_noise_token_id": Elsewhere("stands for tokens of a block that are not guessed yet"),
     "dspark_target_layer_ids": Elsewhere("layers whose streams a DSpark draft reads"),
-    "dspark_markov_head_type": Fixed((None, "vanilla"), "of a DSpark draft: its bias is a matrix of low rank"),
-    "sample_from_anchor": Fixed((True,), "the first row of a DSpark draft's block is the token that is decided"),
+    "dspark_markov_head_type": Fixed((None, "vanilla"), "the bias of a DSpark draft is a matrix of low rank"),
+    "sample_from_anchor": Fixed((True,), "a DSpark draft's block begins with a token that is already accepted"),
     "dspark_n_routed_experts": Repeats(
         lambda c: c.n_routed_experts, "n_routed_experts", "V4.1's DSpark drafts have fewer experts"
     ),
@@ -263,7 +267,7 @@ def _no_effect(reason: str, *names: str) -> dict[str, NoEffect]:
 
 NO_EFFECT: dict[str, NoEffect] = {
     **_no_effect(
-        "acts in training alone",
+        "used only in training",
         *("attention_dropout", "initializer_range", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha"),
         *("seq_aux", "pretraining_tp"),
     ),
@@ -275,14 +279,14 @@ NO_EFFECT: dict[str, NoEffect] = {
     ),
     **_no_effect("names tokens; the tokenizer and requests decide", "bos_token_id", "eos_token_id", "pad_token_id"),
     **_no_effect("how a run is spread over GPUs", "ep_size"),
-    **_no_effect("the producer's word on what it wrote", "moe_quant_algo"),
+    **_no_effect("what the exporter says it wrote", "moe_quant_algo"),
     **_no_effect(
-        "read where engram_layer_ids names layers",
+        "matters only if engram_layer_ids names layers",
         *("engram_num_embeddings", "engram_max_ngram_size", "engram_vocab_size", "engram_n_heads", "engram_head_dim"),
         *("engram_pad_token_id", "engram_compressed_vocab_size"),
     ),
     **_no_effect(
-        "read where vision_n_layers counts layers",
+        "matters only if vision_n_layers is above 0",
         *("vision_dim", "vision_n_heads", "vision_inter_dim", "vision_patch_size", "vision_rope_theta"),
         *("vision_downsample_ratio", "vision_max_n_token", "vision_min_pixels", "vision_max_wh_ratio"),
         *("image_token_id", "language_model_only"),
@@ -320,7 +324,7 @@ def _words(rule: Rule) -> str:
     if isinstance(rule, Fixed):
         return f"{str(rule).replace(repr(True), 'true').replace(repr(False), 'false')}, if present"
     if isinstance(rule, Repeats):
-        return f"what {rule.source} say{'' if ' and ' in rule.source else 's'}, if present"
+        return f"what follows from {rule.source}, if present"
     return "checked where it is used" if isinstance(rule, Elsewhere) else "anything"
 
 
