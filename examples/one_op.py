@@ -1,4 +1,4 @@
-"""One op: a product with an NVFP4 weight, in both modes, beside fp64 of the same values.
+"""One op: a GEMM with an NVFP4 weight, in both modes, beside fp64 of the same values.
 
     python examples/one_op.py
 
@@ -36,7 +36,7 @@ def main() -> dict[str, float]:
     errors = {"stored weight against the original": relative_rms(stored, matrix.double())}
     for mode in ActivationMode:
         y = linear(x, weight, mode)
-        errors[f"{mode.value} product against fp64 of the stored weight"] = relative_rms(
+        errors[f"{mode.value} GEMM against fp64 of the stored weight"] = relative_rms(
             y.double(), x.double() @ stored.t()
         )
     for what, error in errors.items():
