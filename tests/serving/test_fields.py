@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -13,6 +14,7 @@ from nvfp4_sgl.serving.fields.bodies import BODIES, body_fault
 from nvfp4_sgl.serving.fields.field import Field, Table, Verdict, object_fault
 from nvfp4_sgl.serving.fields.generate import GENERATE, SAMPLING_PARAMS
 from nvfp4_sgl.serving.fields.openai import GENERATION
+from tests.support.request_bodies import OPENAI_BASES
 
 MESSAGES, PROTOCOL = "sglang.srt.managers.io_struct", "sglang.srt.entrypoints.openai.protocol"
 
@@ -141,6 +143,26 @@ def test_an_abort_names_what_it_aborts() -> None:
     assert body_fault("/abort_request", b'{"rid": "x"}') is None
     assert body_fault("/abort_request", b'{"abort_all": true}') is None
     assert "x: unknown field" in (body_fault("/flush_cache", b'{"x": 1}') or "")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_forced_call_needs_its_tool(path: str) -> None:
+    """SGLang says so, too, with a traceback in the log for each such request."""
+
+    def fault(kind: str, tools: list[str] | None, **more: str) -> str | None:
+        body = {**OPENAI_BASES[path], "tool_choice": {"type": kind, **more}}
+        if tools is not None:
+            body["tools"] = [{"name": name, "input_schema": {"type": "object"}} for name in tools]
+        return body_fault(path, json.dumps(body).encode())
+
+    without: tuple[list[str] | None, ...] = (None, [])
+    for tools in without:
+        assert "tools: missing" in (fault("any", tools) or "") and "tools: missing" in (
+            fault("tool", tools, name="f") or ""
+        )
+        assert fault("auto", tools) is None and fault("none", tools) is None
+    assert fault("tool", ["f"], name="g") == "tool_choice.name: found 'g'; expected the name of one of the tools"
+    assert fault("tool", ["f", "g"], name="g") is None and fault("any", ["f"]) is None
 
 
 def test_a_body_without_a_required_field() -> None:

@@ -12,7 +12,7 @@ from nvfp4_sgl.serving.fields.chat import CHAT
 from nvfp4_sgl.serving.fields.completions import COMPLETION
 from nvfp4_sgl.serving.fields.field import Table, object_fault
 from nvfp4_sgl.serving.fields.generate import GENERATE
-from nvfp4_sgl.serving.fields.messages import COUNTED, MESSAGES
+from nvfp4_sgl.serving.fields.messages import COUNTED, MESSAGES, choice_fault
 from nvfp4_sgl.serving.fields.responses import RESPONSE
 from nvfp4_sgl.serving.fields.thinking import Contradiction
 from nvfp4_sgl.serving.fields.translation import TRANSLATIONS, without_idle_seed
@@ -44,7 +44,11 @@ BODIES: Mapping[str, Table] = {
 }
 """Fields of the body, by path."""
 
-RULES: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {"/abort_request": administrative.abort_fault}
+RULES: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
+    "/abort_request": administrative.abort_fault,
+    "/v1/messages": choice_fault,
+    "/v1/messages/count_tokens": choice_fault,
+}
 """What a body whose fields are right must have besides."""
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from nvfp4_sgl.files import shown
 from nvfp4_sgl.serving.fields.checks import (
     MAX_TOKENS,
     Check,
@@ -207,3 +210,16 @@ MESSAGES: Table = {
     "fallback_credit_token": refused(BILLING + "; leave it out"),
     "fallbacks": refused("the server has one model; leave it out", harmless=one_of("default")),
 }
+
+
+def choice_fault(body: Mapping[str, Any]) -> str | None:
+    """Why a forced call cannot be made, or ``None``; SGLang would refuse it with a traceback in its log."""
+    choice, tools = body.get("tool_choice") or {}, body.get("tools") or []
+    if choice.get("type") not in ("any", "tool"):
+        return None
+    if not tools:
+        return f"tools: missing; expected at least one with a tool_choice of type {choice['type']!r}"
+    name = choice.get("name")
+    if name is None or any(tool["name"] == name for tool in tools):
+        return None
+    return f"tool_choice.name: found {shown(name)}; expected the name of one of the tools"
