@@ -34,7 +34,7 @@ from nvfp4_sgl.serving.process_ends import failed
 from nvfp4_sgl.serving.requests import advertise_length, serves_our_model
 from nvfp4_sgl.serving.sglang import front_end, http_server, settings
 from nvfp4_sgl.serving.tokenizing import limit_texts
-from nvfp4_sgl.serving.workers import LONG_BODY_BYTES, Client, ClientLeft, answering, in_worker
+from nvfp4_sgl.serving.workers import LONG_BODY_BYTES, Client, ClientGone, ClientLeft, answering, in_worker
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Guard:
                 await answer(send, refusal, path)
             else:
                 await self._application(scope, replayed(body, receive), StreamStatus(send))
-        except ClientLeft:
+        except (ClientLeft, ClientGone):
             pass
         finally:
             client.served()

@@ -15,7 +15,7 @@ from typing import Any
 from nvfp4_sgl.serving.requests import serves_our_model, tokens_fault
 from nvfp4_sgl.serving.sglang import front_end, http_server
 from nvfp4_sgl.serving.text_limits import TextLimit, contents, longest_token, score_fault
-from nvfp4_sgl.serving.workers import LONG_BODY_BYTES, in_worker, run_to_end
+from nvfp4_sgl.serving.workers import LONG_BODY_BYTES, ClientGone, ClientLeft, in_worker, run_to_end
 
 TOKENISED_APART = ("score_extraction_token", "query_embed_overrides", "item_embed_overrides")
 """Fields of ``/v1/score`` with which SGLang tokenises texts in the event loop."""
@@ -166,7 +166,10 @@ async def aside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Hook around a coroutine that waits for nothing but renders and tokenises a chat."""
     if not serves_our_model():
         return await original(*args, **kwargs)
-    return await in_worker(run_to_end, partial(original, *args, **kwargs))
+    try:
+        return await in_worker(run_to_end, partial(original, *args, **kwargs))
+    except ClientLeft as left:
+        raise ClientGone from left
 
 
 def encode_chat(original: Callable[..., Any], recipe: Any, body: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,10 @@ class ClientLeft(ValueError):
     """The client has hung up; a :class:`ValueError`, since SGLang ends a request at one without a traceback."""
 
 
+class ClientGone(Exception):
+    """:class:`ClientLeft` for handlers of SGLang that log a traceback at a :class:`ValueError`."""
+
+
 @dataclass
 class Client:
     """The client of the request that a task answers.

@@ -132,6 +132,7 @@ def test_work_of_a_client_that_has_left_is_dropped(kind: str, watched: Server) -
         client.close()
     assert watched.status("/tokenize", {"prompt": "a" * LONG_BODY_BYTES}) == 200, "it has waited for them"
     assert watched.text().count(BEGUN) - before <= len(clients) // 2
+    assert "ClientLeft" not in watched.text(), "a traceback in the log, though nobody has done wrong"
 
 
 def test_sigterm_is_heard_while_a_text_is_tokenised(watched: Server) -> None:
