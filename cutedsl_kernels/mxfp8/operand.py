@@ -17,8 +17,8 @@ from nvfp4_sgl.formats.mxfp8 import MxFp8Tensor
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4
 from nvfp4_sgl.limits import MXFP8_K_MULTIPLE
 
+from ..common.gates import interleave_gates
 from ..sm100.shape import GATE_ROWS
-from ..w4a4.operand import interleave_gates
 
 
 @dataclass(frozen=True)
@@ -65,5 +65,5 @@ class MxFp8Weights:
         """
         require_dimensions("codes", weights.codes, 3, "[2, I, K]")
         require_multiple("codes", "I", weights.codes.shape[1], GATE_ROWS, "gates and ups alternate by so many")
-        codes = interleave_gates(weights.codes.view(torch.uint8)).view(torch.float8_e4m3fn)
-        return cls.of(MxFp8Tensor(codes, interleave_gates(weights.scale)))
+        codes = interleave_gates(weights.codes.view(torch.uint8), GATE_ROWS).view(torch.float8_e4m3fn)
+        return cls.of(MxFp8Tensor(codes, interleave_gates(weights.scale, GATE_ROWS)))

@@ -15,6 +15,7 @@ from nvfp4_sgl.errors import OperandValueError
 from nvfp4_sgl.formats.checks import require_dimensions, require_dtype, require_multiple, require_shape
 from nvfp4_sgl.limits import TILED_K_MULTIPLE
 
+from ..common.gates import interleave_gates
 from ..sm90.layout import TILE_BYTES, TILE_K, TILE_ROWS, first_tiles, pack_tiles
 from ..sm90.shape import GATE_ROWS
 
@@ -135,8 +136,8 @@ class TiledWeights:
         require_shape("codes", codes, (*halves, self.k // 2), "[n, 2, I, K/2]")
         require_shape("block_scales", block_scales, (*halves, self.k // 16), "[n, 2, I, K/16]")
         # As bytes: torch does not permute e4m3 everywhere.
-        scales = interleave_gates(block_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
-        self._put(first, interleave_gates(codes), scales, alpha, checked)
+        scales = interleave_gates(block_scales.view(torch.uint8), GATE_ROWS).view(torch.float8_e4m3fn)
+        self._put(first, interleave_gates(codes, GATE_ROWS), scales, alpha, checked)
 
     def _put(self, first: int, codes: Tensor, block_scales: Tensor, alpha: Tensor, checked: bool) -> None:
         place = slice(first, first + len(codes))
@@ -160,8 +161,3 @@ class TiledWeights:
         grid = (-(-features // TILE_ROWS), -(-k // TILE_K))
         tiles = torch.empty(matrices, *grid, TILE_BYTES, dtype=torch.uint8, device=device)
         return cls(tiles, torch.empty(of_scale, dtype=torch.float32, device=device), features, k)
-
-
-def interleave_gates(plain: Tensor) -> Tensor:
-    """Interleave rows [..., 2, I, n] of gates and ups to [..., 2 I, n], as gated kernels take them; a copy."""
-    return plain.unflatten(-2, (-1, GATE_ROWS)).transpose(-4, -3).flatten(-4, -2)

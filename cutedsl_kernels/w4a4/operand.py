@@ -25,6 +25,7 @@ from nvfp4_sgl.formats.checks import (
 from nvfp4_sgl.formats.scale_layout import scale_bytes, swizzle_128x4
 from nvfp4_sgl.limits import NVFP4_K_MULTIPLE
 
+from ..common.gates import interleave_gates
 from ..common.shape import BLOCK
 from ..sm100.shape import GATE_ROWS
 
@@ -35,7 +36,7 @@ class Weights:
 
     Dense: codes [F, K/2], alpha [F]. Grouped: [G, F, K/2], alpha [G, F]. Experts: [E, F, K/2], alpha [E]. Gated
     experts: [E, 2 I, K/2], alpha [E, 2], gate before up; the rows are 16 gates, the 16 ups of the same features, the
-    next 16 gates and so on (:func:`interleave_gates`).
+    next 16 gates and so on (:func:`..common.gates.interleave_gates`).
 
     A layer's experts can be loaded one at a time: ``allocate_experts`` or ``allocate_gated_experts``, then
     ``put_expert`` or ``put_gated_expert`` for each. Beyond the stack itself, that takes memory only for one
@@ -192,7 +193,7 @@ class Weights:
         _, rows, half_k = self.codes.shape
         _require_expert(codes, block_scales, alpha, (2, rows // 2), half_k * 2)
         self.codes[expert].view(-1, 2, GATE_ROWS, half_k).copy_(codes.unflatten(1, (-1, GATE_ROWS)).transpose(0, 1))
-        self._put_scales(expert, interleave_gates(block_scales), alpha)
+        self._put_scales(expert, interleave_gates(block_scales, GATE_ROWS), alpha)
 
     def _put_scales(self, expert: int, block_scales: Tensor, alpha: Tensor) -> None:
         """Swizzle and copy one expert's ``block_scales`` [F, K/16], in the order of the codes' rows, and its alpha."""
@@ -210,11 +211,6 @@ class Weights:
         require_shape("block_scales", block_scales, (*codes.shape[:-1], k // BLOCK), "[..., F, K/16]")
         require_contiguous("codes", codes)
         return cls(codes, swizzle_128x4(block_scales).flatten(), alpha)
-
-
-def interleave_gates(plain: Tensor) -> Tensor:
-    """Interleave rows [..., 2, I, n] of gates and ups to [..., 2 I, n], as gated kernels take them; a copy."""
-    return plain.unflatten(-2, (-1, GATE_ROWS)).transpose(-4, -3).flatten(-4, -2)
 
 
 def _require_expert(codes: Tensor, block_scales: Tensor, alpha: Tensor, rows: tuple[int, ...], k: int) -> None:

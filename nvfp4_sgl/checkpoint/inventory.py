@@ -86,7 +86,7 @@ class Inventory:
             return self.summary.storages[stem]
         stored = self.stored(stem)
         if not stored:
-            raise CheckpointError(f"{self.directory}: tensor '{stem}.weight' is missing")
+            raise CheckpointError(f"{self.directory}: tensor '{stem}.weight' is missing; fetch the files again")
         return Storage.of(stored)
 
     def stored(self, stem: str) -> dict[str, str]:

@@ -351,7 +351,7 @@ class CheckpointReader:
     def _entry(self, name: str) -> Entry:
         entry = self._inventory.entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{self._inventory.directory}: tensor '{name}' is missing")
+            raise CheckpointError(f"{self._inventory.directory}: tensor '{name}' is missing; fetch the files again")
         return entry
 
     def _storages(self) -> dict[str, Storage]:

@@ -126,8 +126,8 @@ def load_hf_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
             raise
         cause = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
-            f"--model-path {args[0]}: expected a local directory or a name that the hub knows, found no such directory,"
-            f" and no answer of the hub ({cause}); correct it, or download the checkpoint first (hf download)"
+            f"--model-path {args[0]}: expected a local directory or a name that the hub knows, found no such directory"
+            f" ({cause}); correct it, or download the checkpoint first (hf download)"
         ) from error
     if is_ours(config):
         if getattr(config, "quantization_config", None) is not None:

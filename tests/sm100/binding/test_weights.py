@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights, interleave_gates
+from nvfp4_sgl.cutedsl_kernels.common.gates import interleave_gates
+from nvfp4_sgl.cutedsl_kernels.sm100.shape import GATE_ROWS
+from nvfp4_sgl.cutedsl_kernels.w4a4.operand import Weights
 from nvfp4_sgl.formats.scale_layout import swizzle_128x4
 from tests.sm100.support import products
 from tests.sm100.support.operands import random_weights, scales
@@ -24,7 +26,7 @@ def poisoned(weights: Weights) -> Weights:
 
 def test_gates_and_ups_alternate_by_16() -> None:
     plain = torch.arange(2 * 2 * 48).view(2, 2, 48, 1)
-    found = interleave_gates(plain)
+    found = interleave_gates(plain, GATE_ROWS)
     assert found.shape == (2, 96, 1)
     assert found[0, :34, 0].tolist() == [*range(16), *range(48, 64), 16, 17]
     assert torch.equal(found, products.interleave_gates(plain))
