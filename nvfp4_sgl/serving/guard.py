@@ -7,6 +7,7 @@ sent status 200 before it knows. Only CORS stands in front of it, so that a brow
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import signal
@@ -45,6 +46,9 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 DRAINING = Refusal(503, "the server is shutting down; it finishes what runs and takes nothing new")
 FREEZE_GC = "/freeze_gc"
+
+LAST_SECONDS = 3
+"""Most seconds in which clients read their answers, once a server that was asked to end has given all."""
 
 CLIENT_POLL_SECONDS = 0.4
 """How often a waiting request's client is looked for, so that what is done for one who has left ends within a second.
@@ -98,7 +102,13 @@ class Guard:
                 sent = headers.get(b"content-type", b"").decode(errors="replace")
                 refusal = Refusal(415, f"Content-Type: found {sent[:80]!r}; expected application/json")
             else:
-                body = await read_body(receive)
+                try:
+                    body = await read_body(receive)
+                except asyncio.CancelledError:  # uvicorn has waited LAST_SECONDS for the rest
+                    if not self._draining():
+                        raise
+                    await answer(send, DRAINING, path)
+                    return
                 if body is None:
                     return  # the client has hung up
                 if inference:
@@ -258,6 +268,7 @@ def serve_guarded(original: Callable[..., Any], server_args: Any, manager: Any, 
             MODES.add(DRAFTING)
         advertise_length(manager)
         limit_texts(manager)
+        front_end.limit_shutdown(manager, LAST_SECONDS)
         front_end.look_for_clients(CLIENT_POLL_SECONDS)
         access = Access(
             settings.resolved("admin_api_key"), settings.resolved("device") == "cpu", settings.resolved("api_key")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 import time
 import urllib.error
@@ -104,7 +105,10 @@ def test_port_in_use_is_said_before_anything_is_loaded(pair, checkpoint, start_u
 
 
 def test_sigterm_lets_requests_finish_and_takes_no_new_ones(pair) -> None:
+    """A client that never sends the rest of its request does not keep the server."""
     server, answers = pair[0], []
+    stuck = socket.create_connection(("127.0.0.1", server.port))
+    stuck.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
     sampling = {"max_new_tokens": 150, "ignore_eos": True, "temperature": 0}
     body = {"input_ids": [30, 31, 32], "sampling_params": sampling}
     thread = threading.Thread(target=lambda: answers.append(server.post("/generate", body)))
@@ -123,6 +127,8 @@ def test_sigterm_lets_requests_finish_and_takes_no_new_ones(pair) -> None:
     assert answers and answers[0]["meta_info"]["completion_tokens"] == 150
     server.process.wait(30)
     assert not wait_for_none(server.process.pid, 10)
+    assert stuck.recv(99).startswith(b"HTTP/1.1 503") and "Traceback" not in server.text()
+    stuck.close()
 
 
 def test_a_dead_process_ends_the_server(pair) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -33,6 +35,28 @@ def watched_processes(handler: Any) -> list[tuple[str, Any]]:
     if watchdog is None:
         return []
     return list(zip(watchdog._names, watchdog._processes, strict=True))
+
+
+def limit_shutdown(manager: Any, seconds: int) -> None:
+    """Have uvicorn wait at most ``seconds`` for clients once SGLang has drained all requests and ended its processes.
+
+    It would wait for ever for a client that has sent half a request, or reads no more.
+
+    Args:
+        manager: SGLang's ``TokenizerManager``, before the HTTP server is made.
+    """
+    set_stop_hook = manager.set_server_stop_hook
+
+    def set_limited(stop: Callable[[], None]) -> None:
+        config = inspect.getclosurevars(stop).nonlocals["server"].config
+
+        def stop_in_time() -> None:
+            config.timeout_graceful_shutdown = seconds
+            stop()
+
+        set_stop_hook(stop_in_time)
+
+    manager.set_server_stop_hook = set_limited
 
 
 def stop_watching(manager: Any) -> None:
