@@ -11,7 +11,8 @@ from tests.sm100.emulator import HazardError, Options
 from tests.sm100.support.triton_launch import emulated_triton
 from tests.sm100.triton.cases import CASES
 from tests.sm100.triton.cases.case import Outputs
-from tests.sm100.triton.damage import damage
+from tests.sm100.triton.cases.indexer import choose, equal, nearly_equal
+from tests.sm100.triton.damage import damage, leave_out
 from tests.sm100.triton.interpreted import ROOT, interpreted
 
 KERNELS = ROOT / "triton_kernels"
@@ -89,6 +90,22 @@ def test_programs_that_meet_are_ordered(
     damage(monkeypatch, kernel, instruction, instruction.replace(order, "relaxed"))
     with pytest.raises(HazardError, match="read of global memory .* without being ordered"), emulated_triton():
         CASES[name].compute()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(20))
+def test_barriers_of_selection(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is needed in rows of up to 2,048 scores, but for two in slow paths, behind which there is another."""
+    leave_out(monkeypatch, "_select_kernel", "bar.sync", number)
+    seen = 0
+    for columns, scores in ((1024, lambda scores: None), (1024, equal), (2048, nearly_equal)):
+        for options in (Options(), Options(mode="random", seed=5, backwards=True)):
+            try:
+                with emulated_triton(options):
+                    choose([513, columns - 24, columns], columns, 512, scores)
+            except HazardError:
+                seen += 1
+    assert (seen == 0) == (number in (5, 13))
 
 
 def launched_kernels(folder: Path) -> set[str]:
