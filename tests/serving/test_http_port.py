@@ -22,15 +22,26 @@ from nvfp4_sgl.serving import guard, http_port, stages
 from nvfp4_sgl.serving.endpoints import Access
 from nvfp4_sgl.serving.http_port import check_certificate, comes_to_listen, held_port, listens_on
 from nvfp4_sgl.serving.sglang import settings
+from tests.support.server import free_port
 
 HOST = "127.0.0.1"
 
 
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+LOCAL = ((socket.AF_INET, HOST), *([(socket.AF_INET6, "::1")] if has_ipv6() else []))
+needs_ipv6 = pytest.mark.skipif(len(LOCAL) < 2, reason="no IPv6 here")
+
+
 @pytest.fixture
 def port() -> int:
-    """A free one."""
-    with socket.create_server((HOST, 0)) as listener:
-        return int(listener.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
@@ -92,6 +103,7 @@ def test_certificates(keys: Path) -> None:
             check(**arguments)
 
 
+@needs_ipv6
 def test_every_address_of_a_name_is_bound(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As uvicorn binds them: ``localhost`` is two addresses on many machines, and another may listen on either."""
     found: list[tuple[Any, ...]] = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (HOST, port))]
@@ -108,6 +120,7 @@ def test_every_address_of_a_name_is_bound(port: int, monkeypatch: pytest.MonkeyP
             pass
 
 
+@needs_ipv6
 def test_all_addresses_of_one_version(port: int) -> None:
     """Who listens on all of IPv4 is not in the way of a server on all of IPv6."""
     with socket.create_server(("0.0.0.0", port)):
@@ -138,7 +151,7 @@ def test_who_listens(port: int, other: socket.socket) -> None:
     with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
         datagrams.bind((HOST, port))
         assert not listens_on(port)
-    for family, host in ((socket.AF_INET, HOST), (socket.AF_INET6, "::1")):
+    for family, host in LOCAL:
         with socket.create_server((host, port), family=family):
             assert listens_on(port) and not listens_on(port + 1)
     assert not listens_on(port)
