@@ -34,9 +34,10 @@ from nvfp4_sgl.serving.drafts import checks
 from nvfp4_sgl.serving.flags.combinations import check_combinations
 from nvfp4_sgl.serving.flags.kernels import BACKEND
 from nvfp4_sgl.serving.flags.row import OFF
-from nvfp4_sgl.serving.http_port import check_certificate, held_port
+from nvfp4_sgl.serving.http_port import held_port
 from nvfp4_sgl.serving.sglang import settings
 from nvfp4_sgl.serving.sglang.ledger import find
+from nvfp4_sgl.serving.tls_files import check_tls_files
 from nvfp4_sgl.sglang_defaults import CPU_SWA_RATIO
 from nvfp4_sgl.synthetic.random_weights import verify_dummy
 from nvfp4_sgl.targets import requirements
@@ -184,7 +185,7 @@ def launch_server(original: Callable[..., Any], server_args: Any, *args: Any, **
     given = settings.given_arguments(server_args)
     if not is_our_checkpoint(given["model_path"]):
         return original(server_args, *args, **kwargs)
-    check_certificate(*(given[f"ssl_{name}"] for name in ("certfile", "keyfile", "ca_certs", "keyfile_password")))
+    check_tls_files(*(given[f"ssl_{name}"] for name in ("certfile", "keyfile", "ca_certs", "keyfile_password")))
     with held_port(given["host"], given["port"]):
         return original(server_args, *args, **kwargs)
 

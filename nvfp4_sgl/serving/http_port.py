@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,33 +20,6 @@ POLL_SECONDS = 0.05
 
 ending = threading.Event()
 """Set once uvicorn ends the application: it cannot listen, or was asked to stop."""
-
-
-def check_certificate(certificate: str | None, key: str | None, authorities: str | None, password: str | None) -> None:
-    """Load what uvicorn would load, and ask a terminal for a password, only once the weights are.
-
-    Args:
-        certificate: path of ``--ssl-certfile``; ``None`` without TLS.
-        key: path of ``--ssl-keyfile``.
-        authorities: path of ``--ssl-ca-certs``.
-        password: of an encrypted key, ``--ssl-keyfile-password``.
-    Raises:
-        ConfigError: OpenSSL cannot read a file, or the key is another certificate's.
-    """
-    if certificate is None:
-        return
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key, lambda: password or "")
-        if authorities is not None:
-            context.load_verify_locations(authorities)
-    except OSError as error:  # OpenSSL's, too
-        flags = {"certfile": certificate, "keyfile": key, "ca-certs": authorities}
-        files = " ".join(f"--ssl-{name} {path}" for name, path in flags.items() if path is not None)
-        raise ConfigError(
-            f"{files}: expected a certificate and its key in PEM form, found {error}; correct the paths, or the"
-            " password of the key (--ssl-keyfile-password)"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -66,7 +38,10 @@ def held_port(host: str, port: int) -> Iterator[None]:
         try:
             found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, kind, protocol, _, address in dict.fromkeys(found):
-                holder = stack.enter_context(socket.socket(family, kind, protocol))
+                try:
+                    holder = stack.enter_context(socket.socket(family, kind, protocol))
+                except OSError:  # this kernel has no IPv6, say; uvicorn leaves the address out, too
+                    continue
                 holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

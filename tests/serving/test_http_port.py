@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ import pytest
 from nvfp4_sgl.errors import ConfigError
 from nvfp4_sgl.serving import guard, http_port, stages
 from nvfp4_sgl.serving.endpoints import Access
-from nvfp4_sgl.serving.http_port import check_certificate, comes_to_listen, held_port, listens_on
+from nvfp4_sgl.serving.http_port import comes_to_listen, held_port, listens_on
 from nvfp4_sgl.serving.sglang import settings
 from tests.support.server import free_port
 
@@ -65,44 +64,6 @@ def test_a_port_where_another_listens_is_refused(port: int) -> None:
             pass
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a certificate, its key, the same key encrypted, and another key."""
-    folder = tmp_path_factory.mktemp("keys")
-    make = ["openssl", "req", "-x509", "-subj", "/CN=localhost", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    for name in ("own", "other"):
-        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem"]
-        subprocess.run([*make, "-nodes", *files], cwd=folder, check=True, capture_output=True)
-    encrypt = ["openssl", "ec", "-aes256", "-passout", "pass:word", "-in", "own.key", "-out", "encrypted.key"]
-    subprocess.run(encrypt, cwd=folder, check=True, capture_output=True)
-    return folder
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates")
-def test_certificates(keys: Path) -> None:
-    """Uvicorn loads them after the weights, and asks a terminal for a password."""
-
-    def check(
-        key: str, password: str | None = None, certificate: str = "own.pem", authorities: str = "own.pem"
-    ) -> None:
-        check_certificate(str(keys / certificate), str(keys / key), str(keys / authorities), password)
-
-    check_certificate(None, None, None, None)
-    check("own.key")
-    check("encrypted.key", "word")
-    wrong: list[dict[str, Any]] = [
-        {"key": "other.key"},
-        {"key": "encrypted.key"},
-        {"key": "encrypted.key", "password": "other"},
-        {"key": "own.key", "certificate": "own.key"},
-        {"key": "own.key", "authorities": "own.key"},
-        {"key": "absent"},
-    ]
-    for arguments in wrong:
-        with pytest.raises(ConfigError, match=f"--ssl-certfile {keys}.*expected a certificate and its key"):
-            check(**arguments)
-
-
 @needs_ipv6
 def test_every_address_of_a_name_is_bound(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As uvicorn binds them: ``localhost`` is two addresses on many machines, and another may listen on either."""
@@ -118,6 +79,24 @@ def test_every_address_of_a_name_is_bound(port: int, monkeypatch: pytest.MonkeyP
             held_port("localhost", port),
         ):
             pass
+
+
+def test_a_kernel_without_ipv6(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``localhost`` may still have an address of it, in /etc/hosts."""
+    addresses = ((socket.AF_INET6, ("::1", port, 0, 0)), (socket.AF_INET, (HOST, port)))
+    found = [(family, socket.SOCK_STREAM, 6, "", address) for family, address in addresses]
+    original = socket.socket
+
+    def without_ipv6(family: int = socket.AF_INET, *arguments: Any, **named: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return original(family, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        patch.setattr(socket, "socket", without_ipv6)
+        with held_port("localhost", port), original() as chosen, pytest.raises(OSError, match="in use"):
+            chosen.bind((HOST, port))
 
 
 @needs_ipv6

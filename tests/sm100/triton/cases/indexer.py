@@ -95,7 +95,7 @@ def choice_of_a_release() -> Outputs:
 
 @case("_select_kernel")
 def choice_of_nearly_equal_scores() -> Outputs:
-    """Of rows in which a bound is looked for first."""
+    """Rows so long that a bound comes first; most scores share a bin of the first histogram."""
     return choose([6000], 6000, 512, nearly_equal)
 
 
